@@ -104,6 +104,7 @@ REPORT_METRICS = Request(
 )
 GET_HISTORY = Request(co.GetHistoryRequest, co.GetHistoryResponse, "read")
 GET_STATUS = Request(co.GetStatusRequest, co.GetStatusResponse, "read", may_repeat=True)
+GET_TRACE = Request(co.GetTraceRequest, co.GetTraceResponse, "read")
 SAVE_SNAPSHOT = Request(co.SaveSnapshotRequest, co.SaveSnapshotResponse, "admin", may_wait=True)
 DRAIN = Request(co.DrainRequest, co.DrainResponse, "admin")
 RESTORE_SNAPSHOT = Request(

@@ -328,6 +328,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     NO_CALL_SECONDS_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     PHASES_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     steps: builtins.int
@@ -339,6 +340,8 @@ class HeartbeatRequest(google.protobuf.message.Message):
     """as in JoinRequest; a restarted or promoted server learns it from heartbeats"""
     no_call_seconds: builtins.float
     """seconds since the script last called psworker; 0 while a request is in flight"""
+    spans: builtins.bytes
+    """a SpanBatch, while the answers say `trace`"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ReportedValue]:
         """values that the script reported since the last answer; repetition is allowed"""
@@ -360,9 +363,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
         no_call_seconds: builtins.float = ...,
         values: collections.abc.Iterable[global___ReportedValue] | None = ...,
         phases: global___PhaseSeconds | None = ...,
+        spans: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["phases", b"phases"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "phases", b"phases", "process", b"process", "samples_per_second", b"samples_per_second", "step_seconds", b"step_seconds", "steps", b"steps", "values", b"values", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job", b"job", "no_call_seconds", b"no_call_seconds", "phase", b"phase", "phases", b"phases", "process", b"process", "samples_per_second", b"samples_per_second", "spans", b"spans", "step_seconds", b"step_seconds", "steps", b"steps", "values", b"values", "worker", b"worker"]) -> None: ...
 
 global___HeartbeatRequest = HeartbeatRequest
 
@@ -481,6 +485,8 @@ class HeartbeatResponse(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     FIRST_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
+    CLOCK_FIELD_NUMBER: builtins.int
     version: builtins.int
     stopping: builtins.bool
     """the job is ending: finish the step, then leave"""
@@ -494,6 +500,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     """
     first: builtins.bool
     """this worker is the first of them; while the job waits for its workers: its rank is 0"""
+    trace: builtins.bool
+    """record spans, and send them with the next heartbeats"""
+    clock: builtins.float
+    """monotonic clock of shard 0 when it answers, in seconds"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """primary, term and standby of each shard, by index; empty: no standby"""
@@ -514,8 +524,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         policy: builtins.str = ...,
         workers: builtins.int = ...,
         first: builtins.bool = ...,
+        trace: builtins.bool = ...,
+        clock: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "draining", b"draining", "first", b"first", "policy", b"policy", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "version", b"version", "workers", b"workers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "clock", b"clock", "draining", b"draining", "first", b"first", "policy", b"policy", "standbys", b"standbys", "stopping", b"stopping", "terms", b"terms", "trace", b"trace", "version", b"version", "workers", b"workers"]) -> None: ...
 
 global___HeartbeatResponse = HeartbeatResponse
 
@@ -1050,6 +1062,148 @@ class GetStatusResponse(google.protobuf.message.Message):
 global___GetStatusResponse = GetStatusResponse
 
 @typing.final
+class GetTraceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: builtins.int
+    after: builtins.int
+    """`next` of the last answer; absent in the first request, whose answer has no parts"""
+    def __init__(
+        self,
+        *,
+        after: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_after", b"_after", "after", b"after"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_after", b"_after"]) -> typing.Literal["after"] | None: ...
+
+global___GetTraceRequest = GetTraceRequest
+
+@typing.final
+class GetTraceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: builtins.int
+    NEXT_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    next: builtins.int
+    more: builtins.bool
+    """there are more parts: ask again at once"""
+    lost: builtins.int
+    """parts after `after` that shard 0 has already dropped"""
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TracePart]: ...
+    def __init__(
+        self,
+        *,
+        parts: collections.abc.Iterable[global___TracePart] | None = ...,
+        next: builtins.int = ...,
+        more: builtins.bool = ...,
+        lost: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost", b"lost", "more", b"more", "next", b"next", "parts", b"parts"]) -> None: ...
+
+global___GetTraceResponse = GetTraceResponse
+
+@typing.final
+class TracePart(google.protobuf.message.Message):
+    """What one process has sent at once."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """"worker" or "shard" """
+    number: builtins.int
+    """number of the worker or the shard"""
+    spans: builtins.bytes
+    """a SpanBatch"""
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        number: builtins.int = ...,
+        spans: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "role", b"role", "spans", b"spans"]) -> None: ...
+
+global___TracePart = TracePart
+
+@typing.final
+class SpanBatch(google.protobuf.message.Message):
+    """Spans of one process (pscommon/core/spans.py), one column per attribute. Only ps-ctl decodes it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    THREAD_FIELD_NUMBER: builtins.int
+    BEGAN_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SHARD_FIELD_NUMBER: builtins.int
+    PUSHES_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    PUSH_FIELD_NUMBER: builtins.int
+    OFFSET_SECONDS_FIELD_NUMBER: builtins.int
+    UNCERTAINTY_SECONDS_FIELD_NUMBER: builtins.int
+    DROPPED_STEPS_FIELD_NUMBER: builtins.int
+    offset_seconds: builtins.float
+    """what to add to `began` to get the clock of shard 0, in seconds, and how far it may be off"""
+    uncertainty_seconds: builtins.float
+    dropped_steps: builtins.int
+    """steps of which not all spans are here, since the last batch"""
+    @property
+    def texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """distinct names of spans and threads; `name` and `thread` are indices"""
+
+    @property
+    def name(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def thread(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def began(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def version(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def shard(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def pushes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """number of pushes of each span, and then their workers and numbers, one after another"""
+
+    @property
+    def worker(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def push(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        texts: collections.abc.Iterable[builtins.str] | None = ...,
+        name: collections.abc.Iterable[builtins.int] | None = ...,
+        thread: collections.abc.Iterable[builtins.int] | None = ...,
+        began: collections.abc.Iterable[builtins.float] | None = ...,
+        seconds: collections.abc.Iterable[builtins.float] | None = ...,
+        version: collections.abc.Iterable[builtins.int] | None = ...,
+        shard: collections.abc.Iterable[builtins.int] | None = ...,
+        pushes: collections.abc.Iterable[builtins.int] | None = ...,
+        worker: collections.abc.Iterable[builtins.int] | None = ...,
+        push: collections.abc.Iterable[builtins.int] | None = ...,
+        offset_seconds: builtins.float = ...,
+        uncertainty_seconds: builtins.float | None = ...,
+        dropped_steps: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_uncertainty_seconds", b"_uncertainty_seconds", "uncertainty_seconds", b"uncertainty_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_uncertainty_seconds", b"_uncertainty_seconds", "began", b"began", "dropped_steps", b"dropped_steps", "name", b"name", "offset_seconds", b"offset_seconds", "push", b"push", "pushes", b"pushes", "seconds", b"seconds", "shard", b"shard", "texts", b"texts", "thread", b"thread", "uncertainty_seconds", b"uncertainty_seconds", "version", b"version", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_uncertainty_seconds", b"_uncertainty_seconds"]) -> typing.Literal["uncertainty_seconds"] | None: ...
+
+global___SpanBatch = SpanBatch
+
+@typing.final
 class SaveSnapshotRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1289,6 +1443,8 @@ class LinkShardRequest(google.protobuf.message.Message):
     PLACE_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
     FORMAT_FIELD_NUMBER: builtins.int
+    SPANS_FIELD_NUMBER: builtins.int
+    CLOCK_FIELD_NUMBER: builtins.int
     shard: builtins.int
     shards: builtins.int
     address: builtins.str
@@ -1308,6 +1464,10 @@ class LinkShardRequest(google.protobuf.message.Message):
     """boot and PID namespace of the shard's process, as at the beginning of JoinRequest.process"""
     format: builtins.int
     """format of the shard's messages; absent: 1"""
+    spans: builtins.bytes
+    """a SpanBatch, while the responses say `trace`"""
+    clock: builtins.float
+    """monotonic clock of the shard when it sends the message, in seconds; 0: do not echo"""
     @property
     def report(self) -> global___Report: ...
     @property
@@ -1344,9 +1504,11 @@ class LinkShardRequest(google.protobuf.message.Message):
         place: builtins.str = ...,
         ended: collections.abc.Iterable[builtins.int] | None = ...,
         format: builtins.int | None = ...,
+        spans: builtins.bytes = ...,
+        clock: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "moved", b"moved", "report", b"report", "restored", b"restored", "snapshot_part", b"snapshot_part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "address", b"address", "alive", b"alive", "ended", b"ended", "format", b"format", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "place", b"place", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "address", b"address", "alive", b"alive", "clock", b"clock", "ended", b"ended", "format", b"format", "instance", b"instance", "job", b"job", "moved", b"moved", "optimizers", b"optimizers", "place", b"place", "report", b"report", "restored", b"restored", "shard", b"shard", "shards", b"shards", "snapshot_part", b"snapshot_part", "spans", b"spans", "standby", b"standby", "stats_json", b"stats_json", "term", b"term"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardRequest = LinkShardRequest
@@ -1585,6 +1747,9 @@ class LinkShardResponse(google.protobuf.message.Message):
     FORMAT_FIELD_NUMBER: builtins.int
     ONLY_ENTRIES_FIELD_NUMBER: builtins.int
     JOB_KEY_FIELD_NUMBER: builtins.int
+    TRACE_FIELD_NUMBER: builtins.int
+    CLOCK_FIELD_NUMBER: builtins.int
+    ECHO_FIELD_NUMBER: builtins.int
     job: builtins.str
     stop: builtins.bool
     waiting_for: builtins.str
@@ -1617,6 +1782,12 @@ class LinkShardResponse(google.protobuf.message.Message):
     """
     job_key: builtins.bytes
     """the job's key, with which the shard checks the keys of workers"""
+    trace: builtins.bool
+    """record spans, and send them with the next messages"""
+    clock: builtins.float
+    """monotonic clock of shard 0 when it sends the message, in seconds"""
+    echo: builtins.float
+    """`clock` of the shard's last message, plus the time since it arrived; 0: none"""
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -1671,9 +1842,12 @@ class LinkShardResponse(google.protobuf.message.Message):
         format: builtins.int | None = ...,
         only_entries: builtins.bool = ...,
         job_key: builtins.bytes = ...,
+        trace: builtins.bool = ...,
+        clock: builtins.float = ...,
+        echo: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_format", b"_format", "format", b"format", "model", b"model", "move", b"move", "restore", b"restore"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "durable", b"durable", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "job_key", b"job_key", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "only_entries", b"only_entries", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_format", b"_format", "addresses", b"addresses", "base", b"base", "begin", b"begin", "clock", b"clock", "durable", b"durable", "echo", b"echo", "entries", b"entries", "epoch", b"epoch", "format", b"format", "job", b"job", "job_key", b"job_key", "layout", b"layout", "mends", b"mends", "model", b"model", "move", b"move", "norms", b"norms", "only_entries", b"only_entries", "policy", b"policy", "processes", b"processes", "recover", b"recover", "restore", b"restore", "shards", b"shards", "snapshots", b"snapshots", "standbys", b"standbys", "stop", b"stop", "term", b"term", "trace", b"trace", "waiting_for", b"waiting_for"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_format", b"_format"]) -> typing.Literal["format"] | None: ...
 
 global___LinkShardResponse = LinkShardResponse

@@ -90,6 +90,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/GetTrace',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
         self.SaveSnapshot = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/SaveSnapshot',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.SaveSnapshotRequest.SerializeToString,
@@ -214,6 +219,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """Returns the newest spans of all processes. They record while someone asks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SaveSnapshot(self, request, context):
         """Takes a snapshot of the current version and waits until all shards have written it.
         """
@@ -324,6 +336,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetStatusRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.GetTraceRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.GetTraceResponse.SerializeToString,
             ),
             'SaveSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveSnapshot,
@@ -659,6 +676,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/GetStatus',
             psproto_dot_v1_dot_coordinator__pb2.GetStatusRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/GetTrace',
+            psproto_dot_v1_dot_coordinator__pb2.GetTraceRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

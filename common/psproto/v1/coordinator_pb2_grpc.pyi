@@ -96,6 +96,12 @@ class CoordinatorServiceStub:
     ]
     """Returns what `ps-ctl status` shows."""
 
+    GetTrace: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.GetTraceRequest,
+        psproto.v1.coordinator_pb2.GetTraceResponse,
+    ]
+    """Returns the newest spans of all processes. They record while someone asks."""
+
     SaveSnapshot: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SaveSnapshotRequest,
         psproto.v1.coordinator_pb2.SaveSnapshotResponse,
@@ -221,6 +227,12 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.GetStatusResponse,
     ]
     """Returns what `ps-ctl status` shows."""
+
+    GetTrace: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.GetTraceRequest,
+        psproto.v1.coordinator_pb2.GetTraceResponse,
+    ]
+    """Returns the newest spans of all processes. They record while someone asks."""
 
     SaveSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.SaveSnapshotRequest,
@@ -369,6 +381,14 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.GetStatusResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.GetStatusResponse]]:
         """Returns what `ps-ctl status` shows."""
+
+    @abc.abstractmethod
+    def GetTrace(
+        self,
+        request: psproto.v1.coordinator_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.GetTraceResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.GetTraceResponse]]:
+        """Returns the newest spans of all processes. They record while someone asks."""
 
     @abc.abstractmethod
     def SaveSnapshot(

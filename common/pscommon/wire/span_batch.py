@@ -1,0 +1,97 @@
+"""Spans as bytes: columns of a protobuf message, which only ps-ctl decodes."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from pscommon.core.errors import PSError
+from pscommon.core.spans import ProcessSpans, Span
+from psproto.v1 import coordinator_pb2 as co
+
+
+class ClockOffset(NamedTuple):
+    """What to add to a process's monotonic clock to get that of shard 0.
+
+    Attributes:
+        seconds: The offset.
+        uncertainty: How far it may be off, in seconds.
+    """
+
+    seconds: float
+    uncertainty: float
+
+
+def encode_spans(spans: Sequence[Span], offset: ClockOffset | None, dropped_steps: int) -> bytes:
+    """Return the bytes of a SpanBatch.
+
+    Args:
+        offset: None if it is not known.
+        dropped_steps: Steps of which not all spans are here.
+    """
+    batch = co.SpanBatch(dropped_steps=dropped_steps)
+    if offset is not None:
+        batch.offset_seconds, batch.uncertainty_seconds = offset
+    if spans:
+        names, began, seconds, pushes, versions, shards, threads = zip(*spans, strict=True)
+        numbers = {text: index for index, text in enumerate(dict.fromkeys((*names, *threads)))}
+        batch.texts.extend(numbers)
+        batch.name.extend(map(numbers.__getitem__, names))
+        batch.thread.extend(map(numbers.__getitem__, threads))
+        batch.began.extend(began)
+        batch.seconds.extend(seconds)
+        batch.version.extend(versions)
+        batch.shard.extend(shards)
+        batch.pushes.extend(map(len, pushes))
+        batch.worker.extend(worker for each in pushes for worker, _ in each)
+        batch.push.extend(push for each in pushes for _, push in each)
+    return batch.SerializeToString()
+
+
+def decode_spans(role: str, number: int, data: bytes) -> ProcessSpans:
+    """Return the spans of a SpanBatch.
+
+    Raises:
+        PSError: The bytes are no SpanBatch.
+    """
+    try:
+        batch = co.SpanBatch.FromString(data)
+        texts = list(batch.texts)
+        ends = [0]
+        for count in batch.pushes:
+            ends.append(ends[-1] + count)
+        pushes = list(zip(batch.worker, batch.push, strict=True))
+        if ends[-1] != len(pushes):
+            raise ValueError("the numbers of pushes do not add up")
+        spans = [
+            Span(
+                texts[name],
+                began,
+                seconds,
+                tuple(pushes[first:last]),
+                version,
+                shard,
+                texts[thread],
+            )
+            for name, began, seconds, (first, last), version, shard, thread in zip(
+                batch.name,
+                batch.began,
+                batch.seconds,
+                pairwise(ends),
+                batch.version,
+                batch.shard,
+                batch.thread,
+                strict=True,
+            )
+        ]
+    except (DecodeError, IndexError, ValueError) as error:
+        raise PSError(f"the spans of {role} {number} cannot be read: {error}") from error
+    return ProcessSpans(
+        role,
+        number,
+        spans,
+        batch.offset_seconds,
+        batch.uncertainty_seconds if batch.HasField("uncertainty_seconds") else None,
+        batch.dropped_steps,
+    )
