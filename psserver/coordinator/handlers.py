@@ -96,6 +96,7 @@ _HANDLERS: dict[rows.AnyRequest, Callable[..., object]] = {
     rows.REPORT_METRICS: heartbeats.report_metrics,
     rows.GET_HISTORY: heartbeats.get_history,
     rows.GET_STATUS: get_status,
+    rows.GET_TRACE: heartbeats.get_trace,
     rows.SAVE_SNAPSHOT: save_snapshot,
     rows.DRAIN: drain,
     rows.RESTORE_SNAPSHOT: restore_snapshot,

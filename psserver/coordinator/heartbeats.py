@@ -44,6 +44,7 @@ def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.H
         raise service.failure
     is_over, numbers = service.is_over, standing(service, request.worker)
     report_beside(service, request.worker, request.values)
+    service.tracing.add("worker", request.worker, request.spans)
     service.worker_exits.learn(request.worker, request.process[:MAX_NAME_CHARACTERS])
     directory = service.directory
     return pb.HeartbeatResponse(
@@ -54,6 +55,8 @@ def heartbeat(service: CoordinatorService, request: pb.HeartbeatRequest) -> pb.H
         terms=directory.terms,
         standbys=directory.standbys,
         policy=service.policy,
+        trace=service.tracing.is_wanted,
+        clock=time.monotonic(),
         **numbers,
     )
 
@@ -124,6 +127,10 @@ def report_beside(
         _report(service, worker, values)
     except (FencedError, InvalidRequestError) as error:
         log.warning("reported_values_dropped", limited=True, worker=worker, problem=str(error))
+
+
+def get_trace(service: CoordinatorService, request: pb.GetTraceRequest) -> pb.GetTraceResponse:
+    return service.tracing.answer(request)
 
 
 def get_history(

@@ -25,6 +25,7 @@ from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.monitoring.pass_progress import PassProgress
+from psserver.monitoring.tracing import Tracing
 from psserver.monitoring.training_curves import CurveWriter, JobSample, sample_job
 from psserver.monitoring.wait_notices import FirstWorkers
 from psserver.monitoring.worker_monitor import WorkerMonitor, find_conditions
@@ -63,6 +64,7 @@ class CoordinatorService:
         began_at: When this server started, in monotonic seconds.
         events: The newest log events of this process, while it is attached.
         page: URL of the live page; None without one.
+        tracing: The spans of all processes, while someone asks for them.
     """
 
     page: str | None = None
@@ -106,7 +108,7 @@ class CoordinatorService:
             standby_link,
         )
         self.executor = self.history.executor
-        self.progress, self.events = PassProgress(), RecentEvents()
+        self.progress, self.events, self.tracing = PassProgress(), RecentEvents(), Tracing()
         self.snapshot_scheduler = SnapshotScheduler(
             self.executor, self.history, snapshots, self.directory
         )

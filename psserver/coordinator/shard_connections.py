@@ -7,6 +7,7 @@ from pscommon.core.log_entries import Entry, ShardReport
 from pscommon.core.model_spec import ModelSpec
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import server_spans
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator.executor import CommandExecutor
 from psserver.coordinator.job_start import JobStart
@@ -19,6 +20,7 @@ from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.servers.shard_protocol import process_report, replace_process
 from psserver.durability.snapshots import SnapshotManager
+from psserver.monitoring.tracing import DecisionSpans
 
 log = get_logger(__name__)
 
@@ -74,6 +76,7 @@ class ShardConnections:
         self._executor, self._directory, self._history = executor, directory, history
         self._snapshots, self._snapshot_scheduler = snapshots, snapshot_scheduler
         self._reshard_requests, self._stopped = reshard_requests, stopped
+        self._decision_spans = DecisionSpans()
 
     def connect(
         self,
@@ -129,13 +132,17 @@ class ShardConnections:
             server: The reporting server; None: this process.
             connection: The connection over which the report came.
         """
-        has_logs = self._history.durable
+        has_logs, arrived = self._history.durable, server_spans.now()
         # most reports bring no log entry, and concern no waiting request
         with self._executor.step(quiet=True) as (recorder, now):
             member = server or self._directory[report.shard]
+            log_index = recorder.coordinator.log.index
             decision = process_report(
                 recorder, self._directory, member, connection, report, now, has_logs
             )
+            if server_spans.is_on:
+                entries = recorder.coordinator.log.after(log_index)
+                self._decision_spans.record(report, arrived, entries)
             if decision.is_change:
                 self._executor.wake()
         if decision.catch_up is CatchUp.GO_BACK:

@@ -61,8 +61,8 @@ def serve_shard(
     )
     # at once, not at the next check of the loop below: the shard's next process may connect
     when_ended(lambda: connections.disconnect(server, connection))
-    listener = ShardListener(service, server, connection, requests)
     updates = ShardUpdates(service, server, first, try_send)
+    listener = ShardListener(service, server, connection, requests, updates.note_clock)
     try:
         listener.handle(first)
         listener.start()
@@ -107,12 +107,17 @@ class ShardUpdates:
         self._cursor = DeliveryCursor(first.report.epoch, first.report.index)
         self._model: ModelSpec | None = None  # the model that the shard has
         self._complete_at = 0.0  # time of the last complete response
+        self._clock: tuple[float, float] | None = None  # the shard's, and this one's then
 
     def wait(self) -> None:
         """Wait until there may be something new for the shard."""
         if not (self.has_stopped or self._service.stopped.is_set()):
             age = time.monotonic() - self._complete_at
             self._has_work.wait(max(0.0, UPDATE_INTERVAL_SECONDS - age))
+
+    def note_clock(self, clock: float) -> None:
+        """Echo the shard's clock in the next complete response."""
+        self._clock = clock, time.monotonic()
 
     def request_complete(self) -> None:
         """Ask for a complete response. Never waits."""
@@ -155,6 +160,10 @@ class ShardUpdates:
         response = self._describe_update()
         self.has_stopped = response.stop
         response.format, response.job_key = spoken_format(), self._service.worker_keys.job_key
+        response.trace, response.clock = self._service.tracing.is_wanted, time.monotonic()
+        if self._clock is not None:
+            (clock, at), self._clock = self._clock, None
+            response.echo = clock + response.clock - at
         return response
 
     def _describe_update(self) -> pb.LinkShardResponse:
@@ -227,11 +236,12 @@ class ShardListener(threading.Thread):
         server: ServerEntry,
         connection: int,
         requests: Iterator[pb.LinkShardRequest],
+        note_clock: Callable[[float], None],
     ) -> None:
         super().__init__(name=f"listen-to-shard-{server.shard}", daemon=True)
         self._service = service
         self._server, self._connection = server, connection
-        self._requests = requests
+        self._requests, self._note_clock = requests, note_clock
         self._waiting_since: float | None = None
 
     @property
@@ -257,6 +267,9 @@ class ShardListener(threading.Thread):
             self._server.place, self._server.standby = request.place, request.standby
         if request.ended:
             service.worker_exits.found(request.ended)
+        if request.clock:
+            self._note_clock(request.clock)
+        service.tracing.add("shard", shard, request.spans)
         if request.alive:
             service.renew_leases(request.alive)
         if request.stats_json and is_current:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Protocol
 
+from pscommon.tracing.recorder import Pushes, server_spans
 from pscommon.wal.log import Record
 from psserver.durability.best_effort_log import BestEffortLog, Raw
 from psserver.parameters.store import ParameterStore
@@ -103,11 +104,17 @@ class RecordSink:
         return self._log is not None and self._log.is_broken
 
     def append(
-        self, kind: int, header: bytes, payload: Sequence[memoryview] = (), settled: bool = True
+        self,
+        kind: int,
+        header: bytes,
+        payload: Sequence[memoryview] = (),
+        settled: bool = True,
+        pushes: Pushes = (),
     ) -> None:
         """Write a record to disk, and send it to the standby at the same time.
 
         settled: also wait until its results may become visible.
+        pushes: The push that the record has, for its spans.
         """
         sent = (
             self._line.send(self.source, kind, header, payload)
@@ -115,14 +122,25 @@ class RecordSink:
             else (0, 0)
         )
         if self._log is not None:
+            began = server_spans.now()
             self._log.append(kind, header, payload)
-        if self._line is not None and settled:
-            self._line.wait_for_standby(sent)
+            if began:
+                server_spans.add("log", began, pushes)
+        if settled:
+            self._wait_for_standby(sent, pushes)
 
     def wait_for_standby(self) -> None:
         """Wait until the results of all records so far may become visible."""
         if self._line is not None:
-            self._line.wait_for_standby(self._line.last_position)
+            self._wait_for_standby(self._line.last_position)
+
+    def _wait_for_standby(self, sent: tuple[int, int], pushes: Pushes = ()) -> None:
+        if self._line is None:
+            return
+        began = server_spans.now() if self._line.has_standby else 0.0
+        self._line.wait_for_standby(sent)
+        if began:
+            server_spans.add("standby", began, pushes)
 
     def begin_records(self, version: int, records: Iterable[Raw]) -> None:
         """Begin a segment on disk. The standby needs none."""

@@ -134,7 +134,11 @@ class ShardLog(RecordSink):
     def write_push(self, staged: Staged, staging: Staging) -> None:
         """Log a push, before it is reported."""
         if not self.is_idle:
-            self.append(*push_record(staged, staging), settled=self._waits_for_standby)
+            self.append(
+                *push_record(staged, staging),
+                settled=self._waits_for_standby,
+                pushes=(staged.key,),
+            )
 
     def write_entry(self, entry: Entry) -> None:
         """Log an entry, before it is applied."""

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from pscommon.core.errors import InFlightError, InvalidRequestError, out_of_the_job
 from pscommon.core.log_entries import PushKey, Staged
+from pscommon.tracing.recorder import server_spans
 from pscommon.wire.messages import batches_from_proto
 from pscommon.wire.push import parts_from_proto
 from pscommon.wire.ranges import check_ranges
@@ -98,7 +99,10 @@ class Exchange:
         if key is not None and header.has_data:
             is_decided = engine.find_repeat(key)
             if is_decided is None:
+                began = server_spans.now()
                 staging = await self._receive_push(io, seconds)
+                if began:
+                    self._record_span("receive", began)
                 # from here on the engine frees the staging, also after an error
                 stage = partial(engine.stage_push, self._make_staged(key), staging)
                 is_repeated = not await io.do(stage)
@@ -115,7 +119,7 @@ class Exchange:
         if result.pulled and not header.memory:
             await self._send_weights(io, result, seconds)
         else:
-            await io.send(result, None, self._note_alive)
+            await self._send(io, result, None)
 
     # ---- the push --------------------------------------------------------------------------------
 
@@ -247,23 +251,32 @@ class Exchange:
         nbytes = engine.live.require_store().step_nbytes
         if nbytes <= EAGER_BYTES and header.pull != pb.PULL_ALL:
             weights = await io.do(partial(_read_all, engine, header, result))
-            return await io.send(result, weights, self._note_alive)
+            return await self._send(io, result, weights)
         budget = engine.traffic.budget
         try:
             claim = await budget.take(header.worker, nbytes, seconds, io, is_push=False)
         except InFlightError as full:
-            return await io.send(self._pending(str(full)), None, self._note_alive)
+            return await self._send(io, self._pending(str(full)), None)
         try:
             read = await io.do(
                 partial(_begin_read, engine, header, result), abandoned=WeightRead.close
             )
             try:
                 engine.traffic.statistics.count_sent(read.nbytes)
-                await io.send(result, read, self._note_alive)
+                await self._send(io, result, read)
             finally:
                 read.close()
         finally:
             budget.release(claim)
+
+    async def _send(self, io: ExchangeIO, result: pb.ExchangeResult, weights: Weights) -> None:
+        began = server_spans.now()
+        await io.send(result, weights, self._note_alive)
+        if began:
+            self._record_span("send", began)
+
+    def _record_span(self, name: str, began: float) -> None:
+        server_spans.add(name, began, ((self._header.worker, self._header.seq),))
 
 
 def _begin_read(
@@ -280,9 +293,12 @@ def _begin_read(
 def _read_all(engine: ShardEngine, header: pb.PushPullHeader, result: pb.ExchangeResult) -> bytes:
     """Return all bytes of a small pull at once, and describe them in `result`."""
     with engine.live.lock_weights(header.shards) as (version, store):
+        began = server_spans.now()
         read = _open_read(store, version, header, result)
         weights = b"".join(read.views())
         read.close()
+        if began:
+            _record_copy(began, header, result)
     engine.traffic.statistics.count_sent(len(weights))
     return weights
 
@@ -298,7 +314,13 @@ def _write_shared(
             everything = header.pull == pb.PULL_ALL
             result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
     result.pull_seconds = time.monotonic() - began
+    if server_spans.is_on:
+        _record_copy(began, header, result)
     engine.traffic.statistics.count_sent(result.nbytes)
+
+
+def _record_copy(began: float, header: pb.PushPullHeader, result: pb.ExchangeResult) -> None:
+    server_spans.add("copy", began, ((header.worker, header.seq),), result.version)
 
 
 def _open_read(

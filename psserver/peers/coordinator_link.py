@@ -19,6 +19,7 @@ from pscommon.core.formats import check_wire_format
 from pscommon.settings.values import Lanes
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import server_spans
 from pscommon.wire.messages import entry_from_proto, model_from_proto
 from pscommon.wire.tls_probe import cause_of
 from psproto.v1 import coordinator_pb2 as pb
@@ -260,6 +261,9 @@ class CoordinatorLink:
             )
 
     def _handle_response(self, response: pb.LinkShardResponse) -> None:
+        if response.echo:
+            self._messages.clock_offset.add(response.echo, time.monotonic(), response.clock)
+        server_spans.keep_on(response.trace)
         self._identity.standbys = response.standbys
         # also one that is lost now: it may be back when it is needed
         self._remember_addresses(*response.standbys[:1])

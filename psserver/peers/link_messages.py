@@ -12,6 +12,9 @@ from typing import Any
 from pscommon.core.formats import spoken_format
 from pscommon.optim import digest_of_user_defined
 from pscommon.system.process_id import pid_namespace
+from pscommon.tracing.batch import encode_spans
+from pscommon.tracing.clock_offset import OffsetEstimate
+from pscommon.tracing.recorder import server_spans
 from pscommon.wire.messages import report_to_proto
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.core.job.snapshot_schedule import PartReport
@@ -30,6 +33,7 @@ class ShardMessages:
 
     standby: the link to this shard's standby.
     wakeup: set when there is something to send.
+    clock_offset: of this process's clock to that of shard 0.
     """
 
     def __init__(
@@ -38,7 +42,7 @@ class ShardMessages:
         engine: ShardEngine,
         standby: StandbyLink,
     ) -> None:
-        self.wakeup = threading.Event()
+        self.wakeup, self.clock_offset = threading.Event(), OffsetEstimate()
         self._identity, self._engine, self._standby = identity, engine, standby
         self._statistics_at, self._standby_state = 0.0, ""
         self._optimizer_digest = digest_of_user_defined()
@@ -129,6 +133,9 @@ class ShardMessages:
             ended=self._exits.among(self._worker_processes),
         )
         request.alive.update(self._engine.traffic.statistics.take_active_workers())
+        if server_spans.is_on:
+            request.spans = encode_spans(*server_spans.take(), self.clock_offset.best)
+        request.clock = time.monotonic()
         return self._identify(request)
 
     def _identify(self, request: pb.LinkShardRequest) -> pb.LinkShardRequest:

@@ -24,6 +24,7 @@ from pscommon.core.log_entries import (
     Staged,
 )
 from pscommon.core.model_spec import ModelSpec
+from pscommon.tracing.recorder import server_spans
 from psserver.core.job.settings import ANY, GradientRules
 from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import PushOutcome
@@ -188,7 +189,10 @@ class ShardEngine:
             raise UnreachableError(
                 f"shard {self.live.shard} has another partition of the model now", "NOT_READY"
             )
+        began = server_spans.now()
         staged = check_gradient(staged, staging, store, self.gradient_rules)
+        if began:
+            server_spans.add("check", began, (staged.key,))
         with self.live.log_lock:
             with self.live.changed:
                 state = self.live.state
@@ -304,6 +308,9 @@ class ShardEngine:
                     began = time.monotonic()
                     state.compute(entry)
                     seconds = time.monotonic() - began
+                    if server_spans.is_on:
+                        pushes = tuple(each.key for each in entry.contributions)
+                        server_spans.add("apply", began, pushes, entry.version)
                     for on_update in self._on_update:
                         on_update(entry, staged_at, began, seconds)
                 case Reject():

@@ -21,6 +21,9 @@ from pscommon.core.errors import (
 from pscommon.core.script_place import PassName
 from pscommon.system.process_id import process_id
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.batch import encode_spans
+from pscommon.tracing.clock_offset import OffsetEstimate
+from pscommon.tracing.recorder import worker_spans
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.requests import HEARTBEAT, LEAVE, Stub
 from psproto.v1 import coordinator_pb2 as co
@@ -95,6 +98,7 @@ class WorkerMembership:
         self.update_counts: dict[str, int] = {}
         self.progress = StepProgress()
         self.stopping = False
+        self._clock_offset = OffsetEstimate()
         self._lost: PSError | None = None
 
     def has_ended(self, name: PassName) -> bool:
@@ -151,6 +155,9 @@ class WorkerMembership:
             no_call_seconds=no_call_seconds,
             values=self.wire_values(reports),
         )
+        if worker_spans.is_on:
+            request.spans = encode_spans(*worker_spans.take(), self._clock_offset.best)
+        sent = time.monotonic()
         try:
             answer = transport.request(HEARTBEAT, request, timeout)
         except FINAL_ERRORS as error:
@@ -159,6 +166,9 @@ class WorkerMembership:
         except PSError as error:
             return str(error)
         else:
+            if answer.clock:  # a release without spans has none
+                self._clock_offset.add(sent, time.monotonic(), answer.clock)
+            worker_spans.keep_on(answer.trace)
             transport.learn(self.job, answer.addresses, answer.terms, answer.standbys)
             self.reports.confirm(reports)
             self.policy = answer.policy or self.policy

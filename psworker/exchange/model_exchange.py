@@ -17,6 +17,7 @@ from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import worker_spans
 from pscommon.wire import messages as codec
 from pscommon.wire.requests import REGISTER
 from psproto.v1 import coordinator_pb2 as co
@@ -96,6 +97,7 @@ class ModelExchange:
             self._spec = spec
             answer = self._register()
             plan, self.groups_json = self._plan_of(answer), answer.groups_json
+            worker_spans.open_push(self._connection.membership.worker, 1)
             if self._shards is None:
                 self._shards = AllShards(self._connection, plan, LANES[self._lanes](plan.nbytes))
             self._shards.plan = plan
@@ -295,6 +297,7 @@ class ModelExchange:
             pushes = self._connection.membership.pushes
             digest = digest_of(transfer, content) if pushes.in_doubt else b""
             header.seq, repeats = pushes.open(digest)
+            worker_spans.open_push(self._connection.membership.worker, header.seq)
             header.pull, header.base = pull, shards.version if base is None else base
             try:
                 sent = SentBefore.EARLIER if repeats else SentBefore.NEVER
@@ -337,6 +340,7 @@ class ModelExchange:
             if pushes.in_doubt or self._connection.transport.direct:
                 return BufferedPush(partial(self.exchange, gradients=gradients, weights=weights))
             seq, _ = pushes.open()
+            worker_spans.open_push(self._connection.membership.worker, seq)
             header = ps.PushPullHeader(seq=seq, base=shards.version, pull=ps.PULL_STEP)
             self._open_push = push = OpenPush(shards, transfer, header, self._release)
             push.start()

@@ -26,6 +26,7 @@ from pscommon.core.errors import (
     WaitTimeoutError,
     error_for,
 )
+from pscommon.tracing.recorder import worker_spans
 from pscommon.wire.frames import Frame
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.retry import SLICE_SECONDS, RetryDeadline, TimeLimits
@@ -139,6 +140,7 @@ class ShardExchange:
         """
         wait = self.retry.next_wait_seconds(SLICE_SECONDS if may_wait else 0.0)
         frames: Iterator[Frame[ps.PushPullHeader]] | None = None
+        began = worker_spans.now()
         try:
             try:
                 frames = self._begin_attempt(wait)
@@ -165,8 +167,16 @@ class ShardExchange:
                 self._header.memory, self.lost_memory = 0, True
             self.retry.handle_failure(error)
         else:
+            if began:
+                self._record_spans(began, answer)
             return self._take(answer)
         return False
+
+    def _record_spans(self, began: float, answer: ExchangeAnswer) -> None:
+        header, shard = self._header, self._shard
+        push, version = ((header.worker, header.seq),), answer.result.version
+        worker_spans.add("send", began, push, shard=shard, ended=answer.sent_at)
+        worker_spans.add("receive", answer.sent_at, push, version, shard)
 
     def _begin_attempt(self, wait: float) -> Iterator[Frame[ps.PushPullHeader]] | None:
         """Begin an attempt; return the frames of an open push, which it sends instead."""

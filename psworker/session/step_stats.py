@@ -3,6 +3,8 @@
 import time
 from collections.abc import Mapping
 
+from pscommon.tracing.recorder import worker_spans
+from pscommon.tracing.spans import WORKER_SPANS
 from psworker.core.results import StepProgress
 
 PHASES = ("data", "pull", "compute", "push", "wait", "apply")
@@ -30,9 +32,11 @@ class StepStats:
 
     def enter(self, phase: str) -> None:
         """Begin a phase: time counts for it from here on."""
-        now = time.perf_counter()
+        now = time.monotonic()
         if self.phase:
             self._current[self.phase] += now - self._since
+            if worker_spans.is_on and self.phase in WORKER_SPANS and phase != self.phase:
+                worker_spans.add_of_step(self.phase, self._since)
         self.phase, self._since = phase, now
 
     def finish_step(self, samples: int, exchange: Mapping[str, float]) -> None:
@@ -46,6 +50,7 @@ class StepStats:
             self.total[phase] += seconds
         self.last, self._current = self._current, dict.fromkeys(PHASES, 0.0)
         self.steps += 1
+        worker_spans.finish_step()
         self.samples, self._last_samples = self.samples + samples, samples
 
     def progress(self) -> StepProgress:

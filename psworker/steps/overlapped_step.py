@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pscommon.core.errors import FencedError, PSError
 from pscommon.core.partition import ByteRange, padded, piece_nbytes
+from pscommon.tracing.recorder import worker_spans
 from psworker.core.protocols import BegunPush
 from psworker.core.results import PushResult
 from psworker.model.adapter import ModelAdapter
@@ -121,6 +122,7 @@ class BucketSender:
             The open push, its outcome, and the places of the tensors that had a gradient.
         """
         self._begun = begun = self._begun or self._begin()
+        began = worker_spans.now()
         for ready, spans in self._copies:
             ready.synchronize()
             _send(begun, spans)
@@ -129,6 +131,8 @@ class BucketSender:
         grads = self._adapter.grads()
         absent, again = self._adapter.absent(grads), self._send_changed(begun, grads)
         self._adapter.changes.step(absent)
+        if began:
+            worker_spans.add_of_step("gather", began)
         result = begun.finish(
             absent=absent, samples=push.samples, batches=push.batches, groups_json=push.groups_json
         )

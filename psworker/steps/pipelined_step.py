@@ -20,6 +20,7 @@ from typing import ClassVar
 from pscommon.core.errors import FencedError, PSError, UnreachableError
 from pscommon.core.partition import ByteRange
 from pscommon.system import signals as interruptible
+from pscommon.tracing.recorder import worker_spans
 from psworker.core.results import PushResult, lost
 from psworker.model.adapter import ModelAdapter
 from psworker.session.drain import DrainedError
@@ -59,8 +60,11 @@ class PipelinedStep(PlainStep):
 
     def push(self, push: Push) -> None:
         base, result = self.version, self._receive()
+        began = worker_spans.now()
         ranges = self._adapter.received_ranges()
         absent = self._adapter.gather()  # before the weights are loaded, and buffers with them
+        if began:
+            worker_spans.add_of_step("gather", began)
         if result is not None:
             self._load(result, ranges)
         self._start(PushInFlight(push, absent, base))
@@ -107,7 +111,10 @@ class PipelinedStep(PlainStep):
     def _load(self, result: PushResult, ranges: Sequence[ByteRange]) -> None:
         flight, self._in_flight = self._in_flight, None
         assert flight is not None
+        began = worker_spans.now()
         self._adapter.weights.from_host(ranges)
+        if began:
+            worker_spans.add_of_step("scatter", began)
         self.version = result.version
         self._record_outcome(flight.push, result)
 

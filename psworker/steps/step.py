@@ -11,6 +11,7 @@ from pscommon.core.errors import PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
+from pscommon.tracing.recorder import worker_spans
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.model.flat_buffer import FlatBuffer
@@ -104,7 +105,10 @@ class PlainStep:
 
     def push(self, push: Push) -> PushResult | None:
         """Send the model's gradients; return the outcome, or None if it is not known yet."""
+        began = worker_spans.now()
         absent = self._adapter.gather(push.optimizer)
+        if began:
+            worker_spans.add_of_step("gather", began)
         result = self._model.exchange(
             gradients=self._adapter.gradients.memory,
             weights=self._adapter.weights.memory,
@@ -114,7 +118,10 @@ class PlainStep:
             groups_json=push.groups_json,
             optimizer=push.optimizer,
         )
+        began = worker_spans.now()
         self._adapter.scatter()
+        if began:
+            worker_spans.add_of_step("scatter", began)
         self.version = result.version
         return result
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ALIGNMENT_BYTES, ByteRange
+from pscommon.tracing.recorder import worker_spans
 from psworker.core.protocols import BegunPush
 from psworker.model.adapter import ModelAdapter
 from psworker.steps.step import StepContext
@@ -241,7 +242,10 @@ class WeightGates:
             raise
         finally:
             self._begin_phase(before)
+        began = worker_spans.now()
         self._adapter.weights.from_host(spans)
+        if began:
+            worker_spans.add_of_step("scatter", began)
 
     def close(self) -> None:
         """Remove all gates from the model."""

@@ -38,12 +38,12 @@ class ExchangeAnswer(NamedTuple):
 
     Attributes:
         result: Header of the answer.
-        header_seconds: Seconds from the request to the header.
+        sent_at: When the last byte of the request was sent, in seconds of the monotonic clock.
         receive_seconds: Seconds from the header to the last byte.
     """
 
     result: ps.ExchangeResult
-    header_seconds: float
+    sent_at: float
     receive_seconds: float
 
 

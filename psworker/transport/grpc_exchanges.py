@@ -80,8 +80,13 @@ class TransferCall:
     def __init__(self, seconds: float, receiver: AnswerReceiver) -> None:
         self.is_stalled = False
         self._seconds, self._receiver = seconds, receiver
-        self._since = time.monotonic()
+        self._since = self._sent_at = time.monotonic()
         self._call: Any = None
+
+    def send(self, frames: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the frames of the request, and record its end."""
+        yield from self.watch(frames)
+        self._sent_at = time.monotonic()
 
     def watch(self, frames: Iterator[bytes]) -> Iterator[bytes]:
         """Yield the frames, and record the progress after each one."""
@@ -95,14 +100,13 @@ class TransferCall:
         self._call = call
         cancellation.attach(call)
         try:
-            started = time.monotonic()
             frames = map(decode_response, self.watch(call))
             first = next(frames, None)
             answered = time.monotonic()
             result = receive_answer(
                 itertools.chain([first] if first else [], frames), self._receiver
             )
-            return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
+            return ExchangeAnswer(result, self._sent_at, time.monotonic() - answered)
         finally:
             cancellation.detach(call)
             call.cancel()
@@ -145,7 +149,7 @@ def grpc_exchange(
         return call.answer(
             stub.ask(encode_header(header), key=key)
             if messages is None
-            else stub.stream(call.watch(messages), key=key),
+            else stub.stream(call.send(messages), key=key),
             cancellation,
         )
     except Exception as error:
@@ -200,4 +204,4 @@ def _exchange_once(
     finally:
         cancellation.detach(call)
     result = receive_answer(iter([decode_response(answer)]), receiver, in_memory)
-    return ExchangeAnswer(result, time.monotonic() - started, 0.0)
+    return ExchangeAnswer(result, started, 0.0)

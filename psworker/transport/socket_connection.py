@@ -40,17 +40,18 @@ class SocketConnection(BlockingSocket):
         """
         try:
             self.limit_silence(timeout)
-            started = time.monotonic()
-            prefix, message = (
+            refusal = (
                 self._push(header, send if header.has_data and not header.memory else (), receiver)
                 if frames is None
                 else self._push_open(frames, receiver)
-            ) or self.next_frame(time.monotonic() + timeout)
+            )
+            sent_at = time.monotonic()
+            prefix, message = refusal or self.next_frame(sent_at + timeout)
             answered = time.monotonic()
             if prefix.kind is not FrameKind.ERROR:
                 result = decode_message(ps.ExchangeResult, message)
                 self._receive_data(prefix, result, receiver, in_memory=header.memory > 0)
-                return ExchangeAnswer(result, answered - started, time.monotonic() - answered)
+                return ExchangeAnswer(result, sent_at, time.monotonic() - answered)
         except OSError as error:
             raise self.lost(error) from error
         except BaseException:  # the rest of the answer may still come

@@ -32,7 +32,7 @@ IMPURE_CALLS = {"open", "print", "input", "id"}
 
 # Modules in which each library may be imported, with their submodules. Other libraries may not be
 # imported.
-WIRE = {"pscommon.wire", "psserver", "psworker"}
+WIRE = {"pscommon.tracing", "pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only modules with tensors; the client of psworker needs no framework
     "pscommon.optim",
     "pscommon.optim.specs",
@@ -76,7 +76,7 @@ HOMES = {
     "grpc_health": {"psserver", "psworker"},
     "grpc_reflection": {"psserver"},
     "grpc_status": {"pscommon.wire"},
-    "google": {"pscommon.wire"},
+    "google": {"pscommon.tracing", "pscommon.wire"},
     "psproto": WIRE,
     "numpy": {"pscommon", "psserver", "psworker"},
     "torch": NUMBERS,

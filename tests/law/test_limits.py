@@ -76,6 +76,11 @@ ROWS = (
         f"{STREAMS}:MAX_FRAME_MESSAGE_BYTES",
         "the stream is closed",
     ),
+    Limit(
+        "bytes of the spans in one message",
+        "MAX_SPAN_BATCH_NBYTES",
+        "later steps are dropped and counted",
+    ),
     Limit("milliseconds that a request may wait", "MAX_WAIT_MS"),
     # job and workers
     Limit("servers", "MAX_SHARDS"),

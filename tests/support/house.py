@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.snapshot": of(pscommon="core optim"),
     "pscommon.telemetry": set(),
     "pscommon.security": of(pscommon="core system telemetry"),
+    "pscommon.tracing": of(pscommon="core"),
     "pscommon.wal": set(),
     "pscommon.wire": of(pscommon="core security telemetry"),
     "psserver.core.data": of(pscommon="core"),
@@ -30,11 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.core": of(pscommon="core"),
     "psworker.examples": {"psworker"},
     "psworker.model": of(pscommon="core optim system telemetry"),
-    "psworker.session": of(pscommon="core security settings telemetry wire", psworker="core"),
+    "psworker.session": of(
+        pscommon="core security settings telemetry tracing wire", psworker="core"
+    ),
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
     "psworker.launch": of(pscommon="core settings system telemetry", psworker="session"),
     "psworker.local_servers": of(pscommon="core security", psworker="launch"),
-    "psworker.steps": of(pscommon="core system", psworker="core model session"),
+    "psworker.steps": of(pscommon="core system tracing", psworker="core model session"),
     "psworker.optim": of(
         pscommon="core optim snapshot system telemetry",
         psworker="core model session steps",
@@ -44,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         psworker="core",
     ),
     "psworker.connection": of(
-        pscommon="core security settings system telemetry wire",
+        pscommon="core security settings system telemetry tracing wire",
         psworker="core session transport",
     ),
     "psworker.group": of(
@@ -59,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
         psworker="connection core launch session",
     ),
     "psworker.exchange": of(
-        pscommon="core settings system telemetry wire",
+        pscommon="core settings system telemetry tracing wire",
         psworker="connection core session transport",
     ),
     "psworker.client": of(
@@ -89,11 +92,11 @@ ALLOWED: dict[str, set[str]] = {
         psserver="core.commands core.coordinator core.shard",
     ),
     "psserver.durability": of(
-        pscommon="core optim snapshot system telemetry wal wire",
+        pscommon="core optim snapshot system telemetry tracing wal wire",
         psserver="core.commands core.coordinator core.job core.shard parameters process",
     ),
     "psserver.monitoring": of(
-        pscommon="core system telemetry",
+        pscommon="core system telemetry tracing",
         psserver="core.commands core.coordinator core.data core.workers process",
     ),
     "psserver.replication": of(
@@ -101,21 +104,21 @@ ALLOWED: dict[str, set[str]] = {
         psserver="core.commands core.coordinator core.shard durability parameters process waiting",
     ),
     "psserver.shard": of(
-        pscommon="core settings system telemetry",
+        pscommon="core settings system telemetry tracing",
         psserver="core.job core.shard durability parameters process waiting",
     ),
     "psserver.peers": of(
-        pscommon="core optim security settings snapshot system telemetry wire",
+        pscommon="core optim security settings snapshot system telemetry tracing wire",
         psserver="core.job durability parameters process shard",
     ),
     "psserver.coordinator": of(
-        pscommon="core optim snapshot system telemetry wire",
+        pscommon="core optim snapshot system telemetry tracing wire",
         psserver="core.commands core.coordinator core.data core.job core.servers "
         "core.shard core.workers durability monitoring peers process "
         "replication shard waiting",
     ),
     "psserver.exchange": of(
-        pscommon="core system wire",
+        pscommon="core system tracing wire",
         psserver="core.shard parameters process shard waiting",
     ),
     "psserver.sockets": of(

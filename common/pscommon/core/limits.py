@@ -85,6 +85,9 @@ MAX_COLLECTIVE_VALUES = 256
 MAX_BROADCAST_NBYTES = 64 * 1024
 """Bytes of the JSON text of one broadcast."""
 
+MAX_SPAN_BATCH_NBYTES = 256 * 1024
+"""Bytes of the spans in one message; a process sends one a second while spans are recorded."""
+
 MAX_WAIT_MS = 24 * 3600 * 1000
 """Maximum wait of a request, in milliseconds."""
 

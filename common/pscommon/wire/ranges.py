@@ -47,6 +47,7 @@ RANGES: Mapping[type[Message], Mapping[str, range]] = {
     model_pb2.TensorSpec: {"shape": COUNTER, "group": range(limits.MAX_TENSORS)},
     co.HeartbeatRequest: {"worker": COUNTER, "steps": COUNTER},
     co.ReportedValue: {"version": COUNTER},
+    co.GetTraceRequest: {"after": U64},
     co.LeaveRequest: {"worker": COUNTER, "version": COUNTER},
     co.NextBatchRequest: {
         "worker": COUNTER,

@@ -74,8 +74,9 @@ MASKED: Mapping[str, Mapping[str, object]] = {
 
 DROPPED = {
     "DescribeResponse": ("features",),
-    "LinkShardRequest": ("alive", "ended"),
-    "LinkShardResponse": ("processes",),
+    "HeartbeatResponse": ("clock",),
+    "LinkShardRequest": ("alive", "ended", "clock"),
+    "LinkShardResponse": ("processes", "clock", "echo"),
 }
 """Repeated fields whose contents depend on time or on the machine, or that are newer."""
 

@@ -2,33 +2,23 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from pscommon.core.errors import PSError
-from pscommon.core.spans import ProcessSpans, Span
+from pscommon.tracing.clock_offset import ClockOffset
+from pscommon.tracing.spans import ProcessSpans, Span
 from psproto.v1 import coordinator_pb2 as co
 
 
-class ClockOffset(NamedTuple):
-    """What to add to a process's monotonic clock to get that of shard 0.
-
-    Attributes:
-        seconds: The offset.
-        uncertainty: How far it may be off, in seconds.
-    """
-
-    seconds: float
-    uncertainty: float
-
-
-def encode_spans(spans: Sequence[Span], offset: ClockOffset | None, dropped_steps: int) -> bytes:
+def encode_spans(
+    spans: Sequence[Span], dropped_steps: int = 0, offset: ClockOffset | None = None
+) -> bytes:
     """Return the bytes of a SpanBatch.
 
     Args:
-        offset: None if it is not known.
         dropped_steps: Steps of which not all spans are here.
+        offset: Of the clock of `spans`; None if it is not known.
     """
     batch = co.SpanBatch(dropped_steps=dropped_steps)
     if offset is not None:

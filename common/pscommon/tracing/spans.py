@@ -42,7 +42,7 @@ class Span(NamedTuple):
         version: Of apply, copy, barrier and decide: the version that is made or copied. Of a
             worker's receive: the version of the weights in the answer. Otherwise 0.
         shard: Of a worker's send and receive: the shard at the other end. Of barrier: the shard
-            that reports. Otherwise the process's own shard, and 0 in a worker.
+            that reports. Otherwise 0.
         thread: Name of the thread.
     """
 
