@@ -1,7 +1,6 @@
 """The spans of all processes of a job on shard 0, while someone asks for them (GetTrace)."""
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -9,7 +8,7 @@ from pscommon.core.limits import MAX_SPAN_BATCH_NBYTES
 from pscommon.core.log_entries import Apply, Entry, PushKey, ShardReport
 from pscommon.tracing.batch import encode_spans
 from pscommon.tracing.clock_offset import ClockOffset
-from pscommon.tracing.recorder import RECORDING_SECONDS, server_spans
+from pscommon.tracing.recorder import RECORDING_SECONDS, SpanRecorder, server_spans
 from psproto.v1 import coordinator_pb2 as pb
 
 SAME_CLOCK = ClockOffset(0.0, 0.0)
@@ -27,9 +26,13 @@ class Tracing:
 
     Recording begins with the first request, and ends RECORDING_SECONDS after the last one. The
     parts are numbered, so several readers can follow them.
+
+    Args:
+        recorder: The spans of this process, whose clock is the one that counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: SpanRecorder = server_spans) -> None:
+        self._recorder = recorder
         self._lock = threading.Lock()
         self._asked_until = 0.0
         self._parts: deque[pb.TracePart] = deque()
@@ -41,12 +44,12 @@ class Tracing:
         """Whether processes record now; where they no longer do, this process stops."""
         if not self._asked_until:
             return False
-        if time.monotonic() < self._asked_until:
+        if self._recorder.clock() < self._asked_until:
             return True
         with self._lock:
             self._asked_until, self._nbytes = 0.0, 0
             self._parts.clear()
-        server_spans.keep_on(False)
+        self._recorder.keep_on(False)
         return False
 
     def add(self, role: str, number: int, spans: bytes) -> None:
@@ -63,11 +66,10 @@ class Tracing:
 
     def answer(self, request: pb.GetTraceRequest) -> pb.GetTraceResponse:
         """Return the parts after the one that the request names, and let processes record."""
-        self._asked_until = time.monotonic() + RECORDING_SECONDS
-        server_spans.keep_on(True)
-        spans, dropped = server_spans.take()
+        self._asked_until = self._recorder.clock() + RECORDING_SECONDS
+        self._recorder.keep_on(True)
+        spans, dropped = self._recorder.take()
         if spans or dropped:
-            # the clock of this process is the one that counts
             self.add("shard", 0, encode_spans(spans, dropped, SAME_CLOCK))
         with self._lock:
             first = self._next - len(self._parts)
@@ -86,9 +88,14 @@ class Tracing:
 
 
 class DecisionSpans:
-    """Records when reports arrive, and what they decide. The caller holds the machine's lock."""
+    """Records when reports arrive, and what they decide. The caller holds the machine's lock.
 
-    def __init__(self) -> None:
+    Args:
+        recorder: The spans of this process.
+    """
+
+    def __init__(self, recorder: SpanRecorder = server_spans) -> None:
+        self._recorder = recorder
         self._arrivals: dict[tuple[PushKey, int], float] = {}
         self._recording = 0
 
@@ -98,8 +105,8 @@ class DecisionSpans:
         arrived: When it arrived, in monotonic seconds; 0 if nothing was recorded then.
         entries: New entries of the log.
         """
-        if self._recording != server_spans.recordings:
-            self._recording = server_spans.recordings
+        if self._recording != self._recorder.recordings:
+            self._recording = self._recorder.recordings
             self._arrivals.clear()  # decided since then
         if not arrived:
             return
@@ -114,5 +121,5 @@ class DecisionSpans:
         waited = [waiting for waiting in self._arrivals if waiting[0] in pushes]
         for waiting in waited:
             began, (push, shard) = self._arrivals.pop(waiting), waiting
-            server_spans.add("barrier", began, (push,), entry.version, shard, ended=decided)
-        server_spans.add("decide", decided, pushes, entry.version)
+            self._recorder.add("barrier", began, (push,), entry.version, shard, ended=decided)
+        self._recorder.add("decide", decided, pushes, entry.version)

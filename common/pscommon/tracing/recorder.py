@@ -12,6 +12,7 @@ Theory of operation:
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from pscommon.core.limits import MAX_SPAN_BATCH_NBYTES
 from pscommon.tracing.spans import Span
@@ -30,6 +31,9 @@ Pushes = tuple[tuple[int, int], ...]
 class SpanRecorder:
     """The spans of one role in this process. All methods may be called from any thread.
 
+    Args:
+        clock: The monotonic clock, in seconds.
+
     Attributes:
         is_on: Whether spans are recorded.
         recordings: How often recording has begun.
@@ -37,7 +41,8 @@ class SpanRecorder:
             the push. The worker is 0 before it has registered the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.is_on, self.recordings = False, 0
         self.step = (0, 0)
         self._ends_at = 0.0
@@ -48,7 +53,7 @@ class SpanRecorder:
 
     def now(self) -> float:
         """Return the monotonic time in seconds; 0 if nothing is recorded."""
-        return time.monotonic() if self.is_on else 0.0
+        return self.clock() if self.is_on else 0.0
 
     def add(
         self,
@@ -64,7 +69,7 @@ class SpanRecorder:
             self._dropped.update(pushes)
             return
         self._nbytes += SPAN_BYTES + PUSH_BYTES * len(pushes)
-        seconds = (time.monotonic() if ended is None else ended) - began
+        seconds = (self.clock() if ended is None else ended) - began
         thread = threading.current_thread().name
         self._spans.append(Span(name, began, seconds, pushes, version, shard, thread))
 
@@ -84,13 +89,13 @@ class SpanRecorder:
     def keep_on(self, is_wanted: bool) -> None:
         """Take what shard 0 says; where it says nothing, recording ends by itself in `take`."""
         if is_wanted:
-            self._ends_at = time.monotonic() + RECORDING_SECONDS
+            self._ends_at = self.clock() + RECORDING_SECONDS
         else:
             self._ends_at = 0.0
         self._switch()
 
     def _switch(self) -> None:
-        is_on = time.monotonic() < self._ends_at
+        is_on = self.clock() < self._ends_at
         if is_on and not self.is_on:
             self._empty()
             self.recordings += 1
