@@ -16,6 +16,7 @@ from psserver.coordinator.shard_stream import MAX_SILENCE_SECONDS, ShardListener
 from psserver.core.job.settings import GradientRules
 from psserver.core.servers.catch_up import CatchUp
 from psserver.core.servers.server_entry import DeliveryCursor, ServerEntry
+from psserver.monitoring.tracing import Tracing
 from psserver.process.worker_exits import WorkerExits
 
 ADDRESSES, STANDBYS = ["s0:1", "s1:1"], ["", "b1:1"]
@@ -34,6 +35,7 @@ class ReshardingService:
         self.reshard_requests = self.report = self.disconnect = self.check_job = Mock()
         self.shard_connections, self.executor = self, MagicMock()
         self.worker_keys = SimpleNamespace(job_key=b"")
+        self.tracing = Tracing()
 
     def connect(self, *args: object) -> tuple[ServerEntry, int]:
         return self.server, self.server.connection
@@ -127,7 +129,7 @@ def test_silence_counts_only_while_the_coordinator_listens(monkeypatch: pytest.M
         "psserver.coordinator.shard_stream.time", SimpleNamespace(monotonic=lambda: clock.now)
     )
     service: Any = Mock()
-    listener = ShardListener(service, ServerEntry(1), 1, iter([]))
+    listener = ShardListener(service, ServerEntry(1), 1, iter([]), Mock())
 
     def update(*args: object) -> None:
         clock.now += 2 * MAX_SILENCE_SECONDS
@@ -149,7 +151,7 @@ def test_only_the_current_process_of_a_shard_describes_it(connection: int) -> No
     server = ServerEntry(1, connection=2, standby="b1:1")
     sent = pb.LinkShardRequest(format=3, instance="i", standby="old:1", stats_json='{"version": 7}')
 
-    ShardListener(Mock(), server, connection, iter([])).handle(sent)
+    ShardListener(Mock(), server, connection, iter([]), Mock()).handle(sent)
 
     found = server.standby, server.stats
     assert found == (("old:1", {"version": 7}) if connection == 2 else ("b1:1", {}))

@@ -75,7 +75,7 @@ def test_phases_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
     """
     ticks = itertools.count()
     monkeypatch.setattr(
-        "psworker.session.step_stats.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+        "psworker.session.step_stats.time", SimpleNamespace(monotonic=lambda: float(next(ticks)))
     )
     job, net, optimizer = start_job(LongPushClient())
     job.enter("compute")  # tick 0
