@@ -3,8 +3,8 @@
 Theory of operation
 
 - **Step.** A worker's step is the time between two step ends on the script's thread. A step ends
-  with `scatter`, or, if that is not its last span, where the next step begins. Steps with a gap in
-  the push numbers (dropped ones) do not count.
+  with `scatter`, or, if that is not its last span, where the next step begins. Only steps count in
+  the time that all processes have recorded, and without a gap in the push numbers (dropped ones).
 - **Exposed.** `data`, `compute`, `gather` and `scatter` are the script's own time. The rest of the
   step is its wait. Exposed phases add up to the step.
 - **Wait.** Each gap between the script's spans is divided backwards along the critical path, from
@@ -55,6 +55,8 @@ from psworker.core.trace_events import Trace, dropped_notes
 
 DOMINANT_RATIO = 0.6
 MIN_GAIN_RATIO = 0.05
+MAX_EDGE_SECONDS = 3.0
+"""A process that began later, or ended earlier, than others by more has joined or left."""
 
 Causes = Mapping[tuple[str, Who], float]
 K = TypeVar("K")
@@ -119,8 +121,9 @@ class Explanation(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """One step of a worker."""
+    """One step of a worker, whose clock `began` is of."""
 
+    began: float
     seconds: float
     own: Causes
     waited: Causes
@@ -134,8 +137,8 @@ def explain(trace: Trace) -> Explanation:
         InvalidRequestError: No worker has made a complete step in it.
     """
     paths = CriticalPaths(trace)
-    steps = {number: _steps(paths, number) for number in sorted(paths.workers)}
-    steps = {number: found for number, found in steps.items() if found}
+    complete = {number: _steps(paths, number) for number in sorted(paths.workers)}
+    steps = _counted(trace, {number: found for number, found in complete.items() if found})
     if not steps:
         raise InvalidRequestError(
             "the trace has no complete step of a worker. Try: record while the job makes steps, "
@@ -198,7 +201,39 @@ def _step(paths: CriticalPaths, number: int, push: int, began: float, ended: flo
         if stop > start:
             own[span.name, who] += stop - start
         time = max(time, stop)
-    return _Step(ended - began, own, by_cause(parts), _hidden(worker, push))
+    return _Step(began, ended - began, own, by_cause(parts), _hidden(worker, push))
+
+
+def _counted(trace: Trace, steps: Mapping[int, list[_Step]]) -> Mapping[int, list[_Step]]:
+    """Return the steps in the time that all processes have recorded; all steps if there is none.
+
+    The processes begin and end to record at different times, up to some seconds apart. Offsets of
+    clocks only choose steps here.
+    """
+    times = {
+        (each.role, each.number): (
+            min(span.began for span in each.spans) + each.offset_seconds,
+            max(span.ended for span in each.spans) + each.offset_seconds,
+            each.offset_seconds,
+        )
+        for each in trace.processes
+        if each.spans
+    }
+    first = min((begin for begin, _, _ in times.values()), default=0.0)
+    last = max((end for _, end, _ in times.values()), default=0.0)
+    began = max((b for b, _, _ in times.values() if b <= first + MAX_EDGE_SECONDS), default=0.0)
+    ended = min((e for _, e, _ in times.values() if e >= last - MAX_EDGE_SECONDS), default=0.0)
+    counted: dict[int, list[_Step]] = {}
+    for number, found in steps.items():
+        offset = times["worker", number][2]
+        inside = [
+            step
+            for step in found
+            if step.began + offset >= began and step.began + step.seconds + offset <= ended
+        ]
+        if inside:
+            counted[number] = inside
+    return counted or steps
 
 
 def _hidden(worker: WorkerSpans, push: int) -> dict[str, float]:

@@ -150,6 +150,21 @@ def test_traces_may_be_cut_anywhere(recording: tuple[float, float]) -> None:
         check(SimulatedJob(steps=40, recording=recording, delay=Delay(place, number)))
 
 
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_steps_count_only_while_all_processes_record(which: int) -> None:
+    """One process begins late, and its last batch does not come."""
+    trace = SimulatedJob(steps=60, delay=Delay("apply", 1)).trace()
+    processes = list(trace.processes)
+    cut, length = processes[which], len(processes[which].spans)
+    processes[which] = cut._replace(spans=cut.spans[length // 4 : length * 3 // 4])
+    explanation = explain(trace._replace(processes=processes))
+
+    assert explanation.bottleneck is not None
+    assert explanation.bottleneck[:2] == ("apply", "shard 1")
+    assert explanation.phases["other"].waited < 0.02 * explanation.step_seconds
+    assert explanation.steps == pytest.approx(0.5 * explain(trace).steps, rel=0.1)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_beside_a_killed_worker_count(policy: str) -> None:
     """The wait for its lease is one long step, which does not count."""
