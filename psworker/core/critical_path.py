@@ -7,6 +7,8 @@ clocks do not matter: a link is what a round trip took longer than the work at i
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -107,8 +109,10 @@ class ShardSpans:
         self.who = Who("shard", shard=number)
         self.own: dict[Push, list[Span]] = defaultdict(list)
         self.apply: dict[Push, Span] = {}
-        self._long: list[Span] = []
-        self._buckets: dict[int, list[Span]] = defaultdict(list)
+        self._timed: list[Span] = []
+        self._long: list[int] = []
+        self._buckets: dict[int, list[int]] = defaultdict(list)
+        """Indices of `_timed`."""
         for span in spans:
             for push in span.pushes:
                 if span.name == "apply":
@@ -116,12 +120,14 @@ class ShardSpans:
                 else:
                     self.own[push].append(span)
             if span.name in ("log", "standby", "apply"):
+                self._timed.append(span)
+                index = len(self._timed) - 1
                 if span.seconds > MAX_BUCKETED_SECONDS:
-                    self._long.append(span)
+                    self._long.append(index)
                     continue
                 first, last = int(span.began // BUCKET_SECONDS), int(span.ended // BUCKET_SECONDS)
                 for bucket in range(first, last + 1):
-                    self._buckets[bucket].append(span)
+                    self._buckets[bucket].append(index)
 
     def received(self, push: Push) -> float | None:
         """Return when the last byte of the push was received."""
@@ -140,15 +146,16 @@ class ShardSpans:
         ends = [s.ended for s in self.own[push] if s.name in names and s.ended <= limit]
         return max(ends, default=None)
 
-    def during(self, began: float, ended: float, names: Sequence[str]) -> set[Span]:
+    def during(self, began: float, ended: float, names: Sequence[str]) -> list[Span]:
         """Return the spans of these names (log, standby, apply) around this time."""
         first, last = int(began // BUCKET_SECONDS), int(ended // BUCKET_SECONDS)
-        spans = set(self._long)
+        found = set(self._long)
         if last - first > len(self._buckets):
-            spans.update(*self._buckets.values())
+            found.update(*self._buckets.values())
         else:
-            spans.update(*(self._buckets.get(number, ()) for number in range(first, last + 1)))
-        return {span for span in spans if span.name in names}
+            found.update(*(self._buckets.get(number, ()) for number in range(first, last + 1)))
+        spans = (self._timed[index] for index in sorted(found))
+        return [s for s in spans if s.name in names and s.began < ended and s.ended > began]
 
     def parts(
         self,
@@ -179,19 +186,22 @@ def _covered(
     first: Sequence[Span], others: Iterable[Span], began: float, ended: float
 ) -> dict[str, float]:
     """Return the seconds by name of the span that is the innermost one at each time."""
-    found = [(span, 1) for span in first] + [(span, 0) for span in others]
-    found = [each for each in found if each[0].began < ended and each[0].ended > began]
+    ranked = [(1, span) for span in first] + [(0, span) for span in others]
+    ranked = [each for each in ranked if each[1].began < ended and each[1].ended > began]
+    ranked.sort(key=lambda each: each[1].began, reverse=True)
     times = {began, ended}
-    for span, _ in found:
+    for _, span in ranked:
         times |= {max(began, span.began), min(ended, span.ended)}
     seconds: dict[str, float] = defaultdict(float)
-    ordered = sorted(times)
-    for start, stop in pairwise(ordered):
-        here = [
-            (rank, s.began, s.name) for s, rank in found if s.began <= start and s.ended >= stop
-        ]
-        if here:
-            seconds[max(here)[2]] += stop - start
+    running: list[tuple[int, float, float, str]] = []  # the innermost one is the first
+    for start, stop in pairwise(sorted(times)):
+        while ranked and ranked[-1][1].began <= start:
+            rank, span = ranked.pop()
+            heappush(running, (-rank, -span.began, span.ended, span.name))
+        while running and running[0][2] <= start:
+            heappop(running)
+        if running:
+            seconds[running[0][3]] += stop - start
     return {{"copy": "send"}.get(name, name): value for name, value in seconds.items()}
 
 
@@ -233,6 +243,10 @@ class CriticalPaths:
             self.shards[process.number] = ShardSpans(process.number, process.spans)
             if process.number == 0:
                 self._coordinator = CoordinatorSpans(process.spans)
+        # many workers wait for the same push
+        self._link, self._report = cache(self._find_link), cache(self._find_report)
+        self._decision, self._staging = cache(self._find_decision), cache(self._find_staging)
+        self._until_report = cache(lambda *key: by_cause(self._before_report(*key)))
 
     def wait(self, worker: int, began: float, ended: float) -> list[WaitPart]:
         """Divide a worker's wait into parts; their sum is its length."""
@@ -272,7 +286,7 @@ class CriticalPaths:
         yield from (part._replace(seconds=part.seconds / 2) for part in link)
         yield from self._send(push, shard)
 
-    def _link(self, push: Push, shard: int) -> list[WaitPart]:
+    def _find_link(self, push: Push, shard: int) -> list[WaitPart]:
         """Return both ways between a worker and a shard, and applies that kept bytes waiting."""
         worker, here = self.workers.get(push[0]), self.shards.get(shard)
         if worker is None or here is None:
@@ -290,14 +304,14 @@ class CriticalPaths:
         sent = worker and worker.sent.get((push[1], shard))
         return [WaitPart(sent.seconds, "link", Who("link", push[0], shard))] if sent else []
 
-    def _report(self, push: Push, shard: int) -> list[WaitPart]:
+    def _find_report(self, push: Push, shard: int) -> list[WaitPart]:
         """Return both ways between a shard and shard 0, and what the shard did meanwhile."""
         here, decide = self.shards.get(shard), self._coordinator.decide.get(push)
         barrier = self._coordinator.barrier.get((*push, shard))
         apply, ready = (here.apply.get(push), here.ready(push)) if here else (None, None)
         if here is None or not (apply and decide and barrier) or ready is None:
             return []
-        seconds = (apply.began - ready) - (decide.ended - barrier.began)
+        seconds = max(0.0, (apply.began - ready) - (decide.ended - barrier.began))
         rest = ("link", Who("shard link", shard=shard)) if shard else ("decide", COORDINATOR)
         if 2 * seconds >= apply.began - ready:
             parts = here.parts(ready, apply.began, rest)
@@ -307,7 +321,7 @@ class CriticalPaths:
         spans = limited(seconds, (part for part in parts if part[1:] != rest))
         return [*spans, WaitPart(seconds - sum(part.seconds for part in spans), *rest)]
 
-    def _decision(self, decide: Span) -> list[WaitPart]:
+    def _find_decision(self, decide: Span) -> list[WaitPart]:
         """Return the time of a decision, without what its record waited for."""
         began, ended, pushes = decide.began, decide.ended, set(decide.pushes)
         records = [
@@ -319,7 +333,7 @@ class CriticalPaths:
         ]
         return self.shards[0].parts(began, ended, ("decide", COORDINATOR), records, ())
 
-    def _staging(self, push: Push, shard: int) -> list[WaitPart]:
+    def _find_staging(self, push: Push, shard: int) -> list[WaitPart]:
         """Return what a shard did with a push until it could report it."""
         here = self.shards.get(shard)
         began, ended = (here.received(push), here.ready(push)) if here else (None, None)
@@ -333,15 +347,16 @@ class CriticalPaths:
         trigger = self._coordinator.trigger(decide)
         if trigger is None:
             return
-        own = by_phase(self._until_report(push, shard))
-        for (phase, who), seconds in by_cause(
-            self._until_report(trigger.pushes[0], trigger.shard)
-        ).items():
+        own: dict[tuple[str, str], float] = defaultdict(float)
+        for (phase, who), seconds in self._until_report(push, shard).items():
+            own[phase, who.kind] += seconds
+        deciding = self._until_report(trigger.pushes[0], trigger.shard)
+        for (phase, who), seconds in deciding.items():
             excess = seconds - own.get((phase, who.kind), 0.0)
             if excess > 0:
                 yield WaitPart(excess, phase, who)
 
-    def _until_report(self, push: Push, shard: int) -> Iterator[WaitPart]:
+    def _before_report(self, push: Push, shard: int) -> Iterator[WaitPart]:
         """Yield what a push did until its report, from the answer to the push before."""
         yield from self._report(push, shard)
         yield from self._staging(push, shard)
@@ -367,6 +382,8 @@ def limited(seconds: float, parts: Iterable[WaitPart]) -> list[WaitPart]:
     taken = []
     for part in parts:
         used = min(part.seconds, seconds)
+        if seconds <= 0:
+            break
         if used > 0:
             taken.append(part._replace(seconds=used))
             seconds -= used
@@ -378,12 +395,4 @@ def by_cause(parts: Iterable[WaitPart]) -> dict[tuple[str, Who], float]:
     sums: dict[tuple[str, Who], float] = {}
     for seconds, phase, who in parts:
         sums[phase, who] = sums.get((phase, who), 0.0) + seconds
-    return sums
-
-
-def by_phase(parts: Iterable[WaitPart]) -> dict[tuple[str, str], float]:
-    """Return the sums by phase and kind of who."""
-    sums: dict[tuple[str, str], float] = {}
-    for seconds, phase, who in parts:
-        sums[phase, who.kind] = sums.get((phase, who.kind), 0.0) + seconds
     return sums
