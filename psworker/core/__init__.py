@@ -9,4 +9,6 @@ __all__ = [
     "push_sequence",
     "results",
     "server_search",
+    "trace_events",
+    "why",
 ]

@@ -23,6 +23,7 @@ from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, resha
 from psworker.ctl.output import Table, show
 from psworker.ctl.snapshot import snapshot
 from psworker.ctl.suggest import suggest
+from psworker.ctl.tracing import trace, why
 from psworker.launch.decisions import signal_name
 from psworker.session.drain import DrainedError
 
@@ -70,6 +71,8 @@ Examples:
   ps-ctl token init security
   ps-ctl doctor
   ps-ctl suggest batch train.py
+  ps-ctl why
+  ps-ctl trace -o trace.json
   ps-ctl explain 12
 
 Servers on other machines need TLS files and a token file.
@@ -196,6 +199,8 @@ for _command in (
     suggest,
     tls,
     token,
+    trace,
+    why,
 ):
     ps_ctl.add_command(_command)
 

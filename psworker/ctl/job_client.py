@@ -4,13 +4,19 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pscommon.core.errors import AuthenticationError, UnreachableError
+from pscommon.core.errors import (
+    AuthenticationError,
+    FormatError,
+    MismatchError,
+    UnreachableError,
+)
 from pscommon.core.partition import PartitionPlan
 from pscommon.wire.endpoint import Endpoint, open_channel
 from pscommon.wire.messages import model_from_proto
 from pscommon.wire.requests import (
     DRAIN,
     GET_STATUS,
+    GET_TRACE,
     REGISTER,
     RESHARD,
     RESTORE_SNAPSHOT,
@@ -57,6 +63,24 @@ class CoordinatorClient:
                 "NOT_READY",
             )
         return PartitionPlan(model_from_proto(answer.model), self.described.shards)
+
+    def spans(self, after: int | None) -> pb.GetTraceResponse:
+        """Return the batches of spans after the last answer; the processes record for 3 s more.
+
+        Args:
+            after: `next` of the last answer, None before the first one.
+
+        Raises:
+            FormatError: The servers' release records no spans.
+        """
+        try:
+            return self._call(GET_TRACE, pb.GetTraceRequest(after=after))
+        except MismatchError as error:
+            raise FormatError(
+                f"shard 0 at {self.address} records no spans: its release is older. Try: install "
+                f"this release on the servers",
+                "FORMAT",
+            ) from error
 
     def save(self, wait: float) -> tuple[int, str]:
         """Take a snapshot and return its version and folder; `wait` is in seconds."""

@@ -35,6 +35,7 @@ from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_log import ShardRecordKind
 from psserver.durability.state_records import StateRecordKind
 from psserver.process.metrics import standby_metrics
+from psworker.core import trace_events, why
 from psworker.session import metrics as worker_metrics
 from tests.contract.promised import found
 from tests.contract.promised.journal import (
@@ -44,6 +45,7 @@ from tests.contract.promised.journal import (
     SEVERAL_OPTIMIZERS_COMMANDS,
 )
 from tests.contract.promised.running_job import JobNames, names_of_a_running_job
+from tests.support.simulated_trace import Delay, SimulatedJob
 
 TABLE = Path(__file__).with_name("promised") / "names.txt"
 JOURNALS = COMMANDS, SEVERAL_OPTIMIZERS_COMMANDS
@@ -127,6 +129,18 @@ def exit_codes() -> set[str]:
     return {f"{code.value} {code.name}" for code in ExitCode}
 
 
+def trace_file() -> set[str]:
+    """Return the keys of a trace, and the names of its spans in each category."""
+    written = trace_events.document(SimulatedJob(delay=Delay("log", 1)).trace())
+    spans = {f"{e['cat']} {e['name']}" for e in written["traceEvents"] if e["ph"] == "X"}
+    return found.key_paths(written, {}) | spans
+
+
+def explanation() -> set[str]:
+    explained = why.explain(SimulatedJob(delay=Delay("log", 1)).trace())
+    return found.key_paths(explained.document(), {"phases": "PHASE"})
+
+
 LISTED: Mapping[str, Callable[[], set[str]]] = {
     "proto": found.proto,
     "commands": commands,
@@ -134,6 +148,8 @@ LISTED: Mapping[str, Callable[[], set[str]]] = {
     "record kinds": record_kinds,
     "reasons": reasons,
     "exit codes": exit_codes,
+    "trace file": trace_file,
+    "why": explanation,
     "worker states": lambda: {state.value for state in WorkerState},
     "worker health": lambda: {health.value for health in WorkerHealth},
 }

@@ -127,7 +127,8 @@ def violation(source: Source, imported: str) -> str:
 def core_violation(module: str, imported: str) -> str:
     own_core = module[: (module + ".").index(".core.") + len(".core")]
     allowed = PURE | PURE_EXTRAS.get(module, set())
-    if imported.partition(".")[0] in allowed or is_in(imported, ("pscommon.core", own_core)):
+    values = ("pscommon.core", "pscommon.tracing.spans", own_core)
+    if imported.partition(".")[0] in allowed or is_in(imported, values):
         return ""
     # `from pscommon.core import x` names the package above it on the way
     return "" if imported == "pscommon" else "is not for a pure core"

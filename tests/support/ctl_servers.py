@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,6 +146,10 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     waits: list[int] = field(default_factory=list)
     drained: list[int] = field(default_factory=list)
     policies: list[tuple[str, int | None, int | None]] = field(default_factory=list)
+    has_traces: bool = True
+    on_trace: Callable[[], None] = lambda: None
+    traced: list[int | None] = field(default_factory=list)
+    traces: list[pb.GetTraceResponse] = field(default_factory=list)
     restored: list[int] = field(default_factory=list)
     address: str = ""
 
@@ -182,6 +186,17 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
             return pb.RegisterResponse(
                 state=pb.RegisterResponse.STATE_READY, model=model_to_proto(self.model)
             )
+
+    def GetTrace(
+        self, request: pb.GetTraceRequest, context: grpc.ServicerContext
+    ) -> pb.GetTraceResponse:
+        if not self.has_traces:
+            return super().GetTrace(request, context)
+        self.on_trace()
+        with self._answering(context):
+            after = request.after if request.HasField("after") else None
+            self.traced.append(after)
+            return self.traces.pop(0) if self.traces else pb.GetTraceResponse(next=after or 0)
 
     def SaveSnapshot(
         self, request: pb.SaveSnapshotRequest, context: grpc.ServicerContext

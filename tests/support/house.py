@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
         pscommon="core security settings snapshot system telemetry wire",
         psserver="core.job waiting",
     ),
-    "psworker.core": of(pscommon="core"),
+    "psworker.core": of(pscommon="core tracing"),
     "psworker.examples": {"psworker"},
     "psworker.model": of(pscommon="core optim system telemetry"),
     "psworker.session": of(
@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.integrations": of(pscommon="core", psworker="data job"),
     "psworker.ctl": {"pscommon"}
     | of(
-        pscommon="core entry security settings snapshot system telemetry wire",
+        pscommon="core entry security settings snapshot system telemetry tracing wire",
         psworker="connection core launch session",
     ),
     "psworker.exchange": of(

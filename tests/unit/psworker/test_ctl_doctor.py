@@ -10,7 +10,6 @@ import torch
 
 from pscommon.wire.endpoint import Endpoint
 from psworker.ctl import checks
-from psworker.ctl import rpc_speed as loopback
 from psworker.ctl.cli import main
 from tests.support.ports import free_port
 
@@ -19,8 +18,8 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "FRAME_COUNT", 4)
-    monkeypatch.setattr(loopback, "CALL_COUNT", 5)
+    monkeypatch.setattr(checks, "FRAME_COUNT", 4)
+    monkeypatch.setattr(checks, "CALL_COUNT", 5)
 
 
 def test_a_healthy_machine_passes(tmp_path: Path, capsys: Output, quick: None) -> None:
@@ -111,8 +110,8 @@ def test_unknown_memory_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_loopback_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "ECHO", "/not/there")
-    monkeypatch.setattr(loopback._Echo, "service", lambda self, details: None)
+    monkeypatch.setattr(checks, "ECHO", "/not/there")
+    monkeypatch.setattr(checks._Echo, "service", lambda self, details: None)
     finding = checks.loopback()
 
     assert finding.state == "problem"
@@ -120,13 +119,13 @@ def test_a_loopback_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_slow_loopback_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "measure", lambda: loopback.RpcSpeed(6.0, 1000.0))
+    monkeypatch.setattr(checks, "measure", lambda: checks.RpcSpeed(6.0, 1000.0))
 
     assert checks.loopback().state == "warning"
 
 
 def test_the_loopback_check_transfers_bytes(quick: None) -> None:
-    speed = loopback.measure()
+    speed = checks.measure()
 
     assert 0 < speed.round_trip < 1000
     assert speed.rate > 1
@@ -168,15 +167,15 @@ def test_the_loopback_check_leaves_no_port_open(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ports: list[int] = []
-    listen = loopback.listen_grpc
+    listen = checks.listen_grpc
 
     def noting(*arguments: Any) -> Any:
         server, address = listen(*arguments)
         ports.append(Endpoint(address).port)
         return server, address
 
-    monkeypatch.setattr(loopback, "listen_grpc", noting)
-    loopback.measure()
+    monkeypatch.setattr(checks, "listen_grpc", noting)
+    checks.measure()
 
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", ports[0])) != 0
