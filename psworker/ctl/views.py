@@ -70,6 +70,8 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("progress", pass_text(document.get("progress"))),
         ("loss", _loss(document)),
         ("samples/s", number((document.get("progress") or {}).get("samples_per_second") or None)),
+        ("learning rate", learning_rates(document)),
+        ("gradient norm", gradient_norms(document)),
         ("version", document.get("version")),
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
@@ -100,6 +102,26 @@ def _loss(document: Json) -> str:
     if "loss" not in metrics:
         return ""
     return "not finite" if metrics["loss"] is None else number(metrics["loss"])
+
+
+def learning_rates(document: Json) -> str:
+    """Return the learning rates of each optimizer's parameter groups, each rate once."""
+
+    def text(row: Json) -> str:
+        return _list(*dict.fromkeys(number(rate) for rate in row.get("learning_rates") or ()))
+
+    return _of_optimizers(document, text)
+
+
+def gradient_norms(document: Json) -> str:
+    """Return the norm of each optimizer's newest update, where the job computes it."""
+    return _of_optimizers(document, lambda row: number(row.get("gradient_norm")))
+
+
+def _of_optimizers(document: Json, text: Callable[[Json], str]) -> str:
+    """Return the texts with the names of the optimizers if there are several."""
+    found = ((row.get("optimizer"), text(row)) for row in rows(document, "optimizers"))
+    return _list(*(f"{name}: {shown}" if name and shown else shown for name, shown in found))
 
 
 def _policy(document: Json) -> str:
