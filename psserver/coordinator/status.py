@@ -10,12 +10,13 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
+from pscommon.telemetry.worker_rows import slowest_first
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
-from psserver.monitoring.live_page import curves, slowest_first
+from psserver.monitoring.live_page import MAX_WORKERS_COUNT, curves
 from psserver.monitoring.training_curves import optimizer_rows
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
@@ -38,7 +39,7 @@ def describe_page(service: CoordinatorService) -> dict[str, Any]:
             name: reported.history.series(rank, name) for name, (rank, _) in reported.latest.items()
         }
         speeds = service.progress.speeds()
-    shown = slowest_first(status["workers"])
+    shown = slowest_first(status["workers"])[:MAX_WORKERS_COUNT]
     omitted = len(status["workers"]) - len(shown)
     return {
         **status,
@@ -98,7 +99,7 @@ def _describe(
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
         "model": model(coordinator),
-        "optimizers": [row._asdict() for row in optimizer_rows(coordinator.job, groups)],
+        "optimizers": [row._asdict() for row in optimizer_rows(coordinator, groups)],
         "finished": coordinator.membership.departed.done_count,
         "page": service.page,
         "events": service.events.newest(),

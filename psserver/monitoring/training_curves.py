@@ -27,7 +27,6 @@ from pscommon.core.metric_row import MetricRow
 from pscommon.system.event_files import EventFile
 from pscommon.telemetry.logs import get_logger
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.job.job_state import JobState
 from psserver.monitoring.pass_progress import samples_per_second
 
 SAMPLE_SECONDS = 1.0
@@ -75,12 +74,14 @@ class OptimizerRow(NamedTuple):
     learning_rates: list[float | None]
 
 
-def optimizer_rows(job: JobState, groups: Sequence[Mapping[str, Any]]) -> list[OptimizerRow]:
+def optimizer_rows(
+    coordinator: CoordinatorMachine, groups: Sequence[Mapping[str, Any]]
+) -> list[OptimizerRow]:
     """Return a row for each optimizer of the model.
 
     groups: Current hyper-parameters of all parameter groups of the model.
     """
-    remaining = iter(groups)
+    job, remaining = coordinator.job, iter(groups)
     return [
         OptimizerRow(
             optimizer,
@@ -114,7 +115,7 @@ def sample_job(
     if found:
         values["job/staleness"] = sum(found) / len(found)
         values["job/staleness_max"] = max(found)
-    for row in optimizer_rows(job, groups):
+    for row in optimizer_rows(coordinator, groups):
         if row.gradient_norm is not None:
             values[_tag("job/gradient_norm", row.optimizer)] = row.gradient_norm
         for index, rate in enumerate(row.learning_rates):

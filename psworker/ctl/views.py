@@ -19,12 +19,12 @@ def status(document: Json) -> list[Table]:
     """Return the tables of `ps-ctl status`."""
     return [
         Table(
-            "", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]
+            "", (), [(name, value) for name, value in summary(document) if value not in (None, "")]
         ),
         servers(document),
         _candidates(document),
         _short_workers(document),
-        _table("Data", rows(document, "data"), LOOPS),
+        table_of("Data", rows(document, "data"), LOOPS),
         _metrics(document),
     ]
 
@@ -51,7 +51,13 @@ def _shown(form: Callable[[Any], str], key: str) -> Callable[[Json], object]:
     return lambda row: form(row.get(key))
 
 
-def _table(title: str, listed: Sequence[Json], columns: Columns) -> Table:
+def chosen(columns: Columns, *names: str) -> Columns:
+    """Return these columns."""
+    return {name: columns[name] for name in names}
+
+
+def table_of(title: str, listed: Sequence[Json], columns: Columns) -> Table:
+    """Return the table of these rows."""
     cells = [
         [row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()]
         for row in listed
@@ -59,7 +65,8 @@ def _table(title: str, listed: Sequence[Json], columns: Columns) -> Table:
     return Table(title, tuple(columns), cells)
 
 
-def _summary(document: Json) -> list[tuple[str, object]]:
+def summary(document: Json) -> list[tuple[str, object]]:
+    """Return names and values of the job; a value that is not known is empty or None."""
     return [
         ("job", document.get("job")),
         ("training", _training(document)),
@@ -160,7 +167,7 @@ def _metrics(document: Json) -> Table:
 
 def servers(document: Json) -> Table:
     """Return the table of all shards."""
-    return _table("Servers", rows(document, "servers"), SERVERS)
+    return table_of("Servers", rows(document, "servers"), SERVERS)
 
 
 def _standby(server: Json) -> str:
@@ -174,13 +181,13 @@ def _standby(server: Json) -> str:
 def _candidates(document: Json) -> Table:
     """Return the servers that wait for `ps-ctl reshard`."""
     columns: Columns = {"shard": _joined("{}/{}", "shard", "shards"), "address": "address"}
-    return _table("Servers waiting for ps-ctl reshard", rows(document, "candidates"), columns)
+    return table_of("Servers waiting for ps-ctl reshard", rows(document, "candidates"), columns)
 
 
 def _short_workers(document: Json) -> Table:
     """Return the workers in a table for narrow terminals; `ps-ctl workers` shows all columns."""
-    columns: Columns = {**{name: WORKERS[name] for name in SHORT}, "state": _state}
-    return _table("Workers", rows(document, "workers"), columns)
+    columns: Columns = {**chosen(WORKERS, *SHORT), "state": _state}
+    return table_of("Workers", rows(document, "workers"), columns)
 
 
 def _state(worker: Json) -> object:
@@ -197,12 +204,12 @@ def _reason(worker: Json) -> str:
 
 def workers(document: Json) -> Table:
     """Return the table of all workers with all columns."""
-    return _table("Workers", rows(document, "workers"), WORKERS)
+    return table_of("Workers", rows(document, "workers"), WORKERS)
 
 
 def snapshots(listed: Sequence[Json]) -> Table:
     """Return the table of snapshots."""
-    return _table("", listed, SNAPSHOTS)
+    return table_of("", listed, SNAPSHOTS)
 
 
 SERVERS: Columns = {
@@ -240,7 +247,7 @@ WORKERS: Columns = {
     "own part": _shown(duration, "own_seconds"),
     "samples/s": _shown(number, "samples_per_second"),
     "phase": "phase",
-    "time": _largest_phases,
+    "phases": _largest_phases,
     "staleness": "staleness",
     "silent": _shown(duration, "silent_seconds"),
     "reason": _reason,

@@ -310,34 +310,33 @@ function ofOptimizers(status, cell) {
     .map(([name, text]) => name ? `${name}: ${text}` : text).join(", ");
 }
 
-// name, value (text, number or element), and whether it is a number
+// name and value (text, number or element)
 const SUMMARY = [
   ["state", (status) => status.state],
   ["policy", policyText],
-  ["version", (status) => number(status.version), true],
-  ["samples/s", (status) => number(status.progress.samples_per_second), true],
+  ["version", (status) => number(status.version)],
+  ["samples/s", (status) => number(status.progress.samples_per_second)],
   ["loss", (status) => "loss" in status.metrics
-    ? number(status.metrics.loss) || "not finite" : "", true],
+    ? number(status.metrics.loss) || "not finite" : ""],
   ["learning rate", (status) => ofOptimizers(status,
-    (row) => [...new Set(row.learning_rates.map(number))].filter(Boolean).join(", ")), true],
-  ["gradient norm", (status) => ofOptimizers(status, (row) => number(row.gradient_norm)), true],
-  ["goodput, samples", (status) => share(status.goodput.samples), true],
-  ["goodput, time", (status) => share(status.goodput.seconds), true],
+    (row) => [...new Set(row.learning_rates.map(number))].filter(Boolean).join(", "))],
+  ["gradient norm", (status) => ofOptimizers(status, (row) => number(row.gradient_norm))],
+  ["goodput", ({goodput}) => [[goodput.samples, "samples"], [goodput.seconds, "time"]]
+    .filter(([part]) => known(part)).map(([part, of]) => `${share(part)} of ${of}`).join(", ")],
   ["workers", (status) => status.workers_omitted ? ""
-    : status.workers.filter((row) => known(row.silent_seconds)).length, true],
-  ["samples", (status) => number(status.samples), true],
-  ["running for", (status) => duration(status.seconds), true],
-  ["parameters", ({model}) => model && number(model.parameters), true],
-  ["size of the model", ({model}) => model && size(model.bytes), true],
+    : status.workers.filter((row) => known(row.silent_seconds)).length],
+  ["samples", (status) => number(status.samples)],
+  ["running for", (status) => duration(status.seconds)],
+  ["model", ({model}) => model && `${number(model.parameters)} parameters, ${size(model.bytes)}`],
   ["optimizer", ({model}) => model && model.optimizer],
   ["training", (status) => status.trainings_finished.length
     ? `${status.training}, number ${status.trainings_finished.length + 1}` : ""],
 ];
 
 const SNAPSHOT = [
-  ["version", ({newest}) => newest && number(newest.version), true],
-  ["age", ({newest}) => newest && duration(newest.seconds), true],
-  ["size", ({newest}) => newest && size(newest.nbytes), true],
+  ["version", ({newest}) => newest && number(newest.version)],
+  ["age", ({newest}) => newest && duration(newest.seconds)],
+  ["size", ({newest}) => newest && size(newest.nbytes)],
   ["complete", ({newest, problem}) => newest ? "yes" : problem ? "no, it failed" : "none yet"],
   ["newer one", ({newest, problem}) => newest && problem ? "failed" : ""],
 ];
