@@ -321,8 +321,8 @@ const SUMMARY = [
   ["learning rate", (status) => ofOptimizers(status,
     (row) => [...new Set(row.learning_rates.map(number))].filter(Boolean).join(", "))],
   ["gradient norm", (status) => ofOptimizers(status, (row) => number(row.gradient_norm))],
-  ["goodput", ({goodput}) => [[goodput.samples, "samples"], [goodput.seconds, "time"]]
-    .filter(([part]) => known(part)).map(([part, of]) => `${share(part)} of ${of}`).join(", ")],
+  ["goodput, samples", ({goodput}) => share(goodput.samples)],
+  ["goodput, time", ({goodput}) => share(goodput.seconds)],
   ["workers", (status) => status.workers_omitted ? ""
     : status.workers.filter((row) => known(row.silent_seconds)).length],
   ["samples", (status) => number(status.samples)],
