@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
 from pscommon.core.partition import PartitionPlan
@@ -189,10 +190,14 @@ class CoordinatorService:
             waiting = self.directory.missing or self.reshard_requests.waiting_for
             return waiting or waiting_for(self._coordinator, time.monotonic())
 
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return the current hyper-parameters of all parameter groups of the model."""
+        store = self.engine.live.state.store
+        return store.groups() if store is not None else ()
+
     def _sample_curves(self) -> JobSample | None:
         """Return what TensorBoard shows of the job now; None before its log has begun."""
-        store = self.engine.live.state.store
-        groups = store.groups() if store is not None else ()
+        groups = self.groups()
         with self.executor.changed:
             first, rows = self.history.first_version, self.history.first_rows
             if first is None:

@@ -1,6 +1,7 @@
 """The answer to GetStatus: everything about the job in one JSON object. Its keys are promised."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,33 +10,36 @@ from pscommon.core.data_loop import LoopSpec
 from pscommon.core.data_stream import StreamSpec
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
+from pscommon.telemetry.worker_rows import slowest_first
 from psserver.coordinator.service import CoordinatorService
 from psserver.core.commands.recorder import HUNG
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.core.workers.members import Member, WorkerState
-from psserver.monitoring.live_page import curves, slowest_first
+from psserver.monitoring.live_page import MAX_WORKERS_COUNT, curves
+from psserver.monitoring.training_curves import optimizer_rows
 from psserver.monitoring.worker_monitor import find_conditions
 from psserver.process.config import ServerConfig
 
 
 def describe(service: CoordinatorService) -> dict[str, Any]:
     """Return the status."""
-    listing = list(service.snapshots.listing())
+    listing, groups = list(service.snapshots.listing()), service.groups()
     with service.executor.changed:
-        return _describe(service, listing)
+        return _describe(service, listing, groups)
 
 
 def describe_page(service: CoordinatorService) -> dict[str, Any]:
     """Return the status for the live page: the slowest workers, and curves."""
-    listing = list(service.snapshots.listing())
+    listing, groups = list(service.snapshots.listing()), service.groups()
     with service.executor.changed:
-        status, reported = _describe(service, listing), service.executor.coordinator.reported
+        status = _describe(service, listing, groups)
+        reported = service.executor.coordinator.reported
         rows = {
             name: reported.history.series(rank, name) for name, (rank, _) in reported.latest.items()
         }
         speeds = service.progress.speeds()
-    shown = slowest_first(status["workers"])
+    shown = slowest_first(status["workers"])[:MAX_WORKERS_COUNT]
     omitted = len(status["workers"]) - len(shown)
     return {
         **status,
@@ -45,8 +49,15 @@ def describe_page(service: CoordinatorService) -> dict[str, Any]:
     }
 
 
-def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the status with these snapshots on disk. The caller holds the executor's lock."""
+def _describe(
+    service: CoordinatorService,
+    listing: list[dict[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return the status with these snapshots on disk, and hyper-parameters of the model's groups.
+
+    The caller holds the executor's lock.
+    """
     coordinator, snapshots, now = service.executor.coordinator, service.snapshots, time.monotonic()
     policy = coordinator.job.policy
     return {
@@ -88,6 +99,7 @@ def _describe(service: CoordinatorService, listing: list[dict[str, Any]]) -> dic
             name: value for name, (_, value) in sorted(coordinator.reported.latest.items())
         },
         "model": model(coordinator),
+        "optimizers": [row._asdict() for row in optimizer_rows(coordinator, groups)],
         "finished": coordinator.membership.departed.done_count,
         "page": service.page,
         "events": service.events.newest(),

@@ -71,19 +71,6 @@ def page_url(base: str, address: str) -> str:
     return f"{scheme}://{host}:{port}/"
 
 
-def slowest_first(workers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most MAX_WORKERS_COUNT rows: members with problems, then by time of a step, then
-    the newest of those that have left.
-    """
-
-    def place(row: Mapping[str, Any]) -> tuple[bool, bool, float, int]:
-        is_member = row["silent_seconds"] is not None
-        seconds = row["own_seconds"] or row["step_seconds"] or 0.0
-        return not is_member, row["health"] == "live", -seconds, -row["worker"]
-
-    return sorted(workers, key=place)[:MAX_WORKERS_COUNT]
-
-
 def curves(
     reported: Mapping[str, Sequence[MetricRow]], speeds: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:

@@ -61,6 +61,40 @@ class JobSample(NamedTuple):
     rows: Sequence[MetricRow]
 
 
+class OptimizerRow(NamedTuple):
+    """What the newest update of an optimizer used.
+
+    optimizer: its name; empty if the model has only one.
+    gradient_norm: before clipping; None where the job does not compute it.
+    learning_rates: by parameter group; None for a group without one.
+    """
+
+    optimizer: str
+    gradient_norm: float | None
+    learning_rates: list[float | None]
+
+
+def optimizer_rows(
+    coordinator: CoordinatorMachine, groups: Sequence[Mapping[str, Any]]
+) -> list[OptimizerRow]:
+    """Return a row for each optimizer of the model.
+
+    groups: Current hyper-parameters of all parameter groups of the model.
+    """
+    job, remaining = coordinator.job, iter(groups)
+    return [
+        OptimizerRow(
+            optimizer,
+            job.gradient_norms.get(optimizer),
+            [
+                float(rate) if isinstance(rate := group.get("lr"), Real) else None
+                for group in islice(remaining, len(settings.groups))
+            ],
+        )
+        for optimizer, settings in (job.model.optimizers.items() if job.model is not None else ())
+    ]
+
+
 def sample_job(
     coordinator: CoordinatorMachine,
     first_version: int,
@@ -81,15 +115,13 @@ def sample_job(
     if found:
         values["job/staleness"] = sum(found) / len(found)
         values["job/staleness_max"] = max(found)
-    for optimizer, norm in job.gradient_norms.items():
-        values[_tag("job/gradient_norm", optimizer)] = norm
-    remaining = iter(groups)
-    for optimizer, settings in job.model.optimizers.items() if job.model is not None else ():
-        own = list(islice(remaining, len(settings.groups)))
-        for index, group in enumerate(own):
-            if isinstance(rate := group.get("lr"), Real):
-                part = f"group_{index}" if len(own) > 1 else ""
-                values[_tag("job/learning_rate", optimizer, part)] = float(rate)
+    for row in optimizer_rows(coordinator, groups):
+        if row.gradient_norm is not None:
+            values[_tag("job/gradient_norm", row.optimizer)] = row.gradient_norm
+        for index, rate in enumerate(row.learning_rates):
+            part = f"group_{index}" if len(row.learning_rates) > 1 else ""
+            if rate is not None:
+                values[_tag("job/learning_rate", row.optimizer, part)] = rate
     names = job.trainings
     training = f"{len(names.finished) + 1}-{quote(names.current, safe='')}"[:MAX_NAME_CHARACTERS]
     return JobSample(

@@ -4,25 +4,26 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from pscommon.core.errors import REASONS, ReasonRow
+from pscommon.core.errors import REASONS, InvalidRequestError, ReasonRow
 from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.settings import options
 from pscommon.settings.command import run_command
 from pscommon.settings.environment import unread
 from psworker.ctl import views
 from psworker.ctl.checks import doctor
-from psworker.ctl.config import config
 from psworker.ctl.context import CommandContext, pass_settings, shared, with_environment
 from psworker.ctl.credentials import tls, token
 from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, stop
 from psworker.ctl.output import Table, show
 from psworker.ctl.snapshot import snapshot
 from psworker.ctl.suggest import suggest
+from psworker.ctl.top import top
 from psworker.ctl.tracing import trace, why
 from psworker.launch.decisions import signal_name
 from psworker.session.drain import DrainedError
@@ -62,6 +63,7 @@ Examples:
   ps-ctl status                                 your only job on this machine
   ps-ctl --ps host0:50051 status
   ps-ctl --ps host0:50051 workers --output json
+  ps-ctl --ps host0:50051 top
   ps-ctl --ps host0:50051 drain 3
   ps-ctl --ps host0:50051 policy set ssp --staleness 3
   ps-ctl promote host1:50061
@@ -121,6 +123,73 @@ def plan(settings: CommandContext) -> None:
         ]
     document = views.plan_document(placed, addresses)
     show(settings.output, document, lambda: views.plan(document))
+
+
+@ps_ctl.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="""\b
+Examples:
+  ps-ctl --ps host0:50051 config
+  ps-ctl config
+  ps-ctl config --config cluster.toml --shard 1/2 --policy async
+  PS_LEASE=10s ps-ctl config --for run --output json""",
+)
+@click.option(
+    "--for",
+    "table",
+    type=click.Choice(list(options.TABLES)),
+    default="server",
+    show_default=True,
+    help="Command whose settings are shown.",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS OF THAT COMMAND]...")
+@click.option(
+    "--output", type=click.Choice(["table", "json"]), help="Output format [default: table]."
+)
+@pass_settings
+def config(
+    settings: CommandContext, table: str, flags: tuple[str, ...], output: str | None
+) -> None:
+    """Show settings and their sources.
+
+    With --ps before the command: settings of that job, from its shard 0. Without --ps: settings
+    that ps-server, or the command of --for, would use on this machine.
+    """
+    rows = _job_settings(settings, flags) if settings.is_ps_flag else _local_settings(table, flags)
+    cells = [
+        (row["key"], "(unset)" if row["value"] is None else row["value"], row["source"])
+        for row in rows
+    ]
+    show(output or settings.output, rows, lambda: [Table("", ("key", "value", "from"), cells)])
+
+
+def _local_settings(table: str, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    if table == "server" and any(flag.partition("=")[0] == "--ps" for flag in flags):
+        raise InvalidRequestError(
+            "`--ps` after the command is not valid. Try: `ps-ctl --ps HOST:PORT config`"
+        )
+    merged = options.merged(table, flags)
+    return [{"key": key, "value": _plain(value), "source": source} for key, value, source in merged]
+
+
+def _job_settings(settings: CommandContext, flags: tuple[str, ...]) -> list[Mapping[str, Any]]:
+    if flags:
+        raise InvalidRequestError(
+            f"`--ps` excludes `{flags[0]}`: it shows the settings of a running job. Try: leave out "
+            "one of them"
+        )
+    with settings.servers() as servers:
+        rows = servers.status().get("settings")
+    if rows is None:
+        raise InvalidRequestError(
+            f"cannot show settings: {servers.address} runs an older release, which does not report "
+            "them"
+        )
+    return list(rows)
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 @ps_ctl.command(epilog="\b\nExamples:\n  ps-ctl explain 20\n  ps-ctl explain NON_FINITE")
@@ -188,7 +257,6 @@ def _of_reason(reason: str) -> dict[str, Any]:
 
 
 for _command in (
-    config,
     doctor,
     drain,
     policy,
@@ -201,6 +269,7 @@ for _command in (
     token,
     trace,
     why,
+    top,
 ):
     ps_ctl.add_command(_command)
 

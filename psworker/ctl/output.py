@@ -30,6 +30,19 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
 
     Raises InvalidRequestError if stdout cannot be written.
     """
+    _show(
+        form,
+        document,
+        lambda: _print_tables([_without_empty_columns(table) for table in tables() if table.rows]),
+    )
+
+
+def show_text(form: str, document: object, text: Callable[[], str]) -> None:
+    """Print a text. The rest is as of `show`."""
+    _show(form, document, lambda: print(text(), flush=True))
+
+
+def _show(form: str, document: object, print_document: Callable[[], None]) -> None:
     if sys.stdout is None:
         raise InvalidRequestError("cannot print the result: stdout is closed")
     if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may lack a character
@@ -38,7 +51,7 @@ def show(form: str, document: object, tables: Callable[[], Sequence[Table]]) -> 
         if form == "json":
             print(strict_json.dumps(document, indent=2, default=str), flush=True)
         else:
-            _print_tables([_without_empty_columns(table) for table in tables() if table.rows])
+            print_document()
     except OSError as error:
         # Python would write again at exit and fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,20 +117,23 @@ def pass_text(progress: Mapping[str, Any] | None) -> str:
 
 
 def _without_empty_columns(table: Table) -> Table:
-    rows = [[_text(cell) for cell in row] for row in table.rows]
+    rows = [[printable(cell) for cell in row] for row in table.rows]
     columns = [index for index, column in enumerate(zip(*rows, strict=True)) if any(column)]
     headings = tuple(table.headings[index] for index in columns) if table.headings else ()
     return Table(table.title, headings, [[row[index] for index in columns] for row in rows])
 
 
-def _plain(table: Table) -> str:
+def plain(table: Table, gap: int = 2) -> str:
+    """Return the lines of a table without its empty columns; `gap` spaces separate columns."""
+    table = _without_empty_columns(table)
     lines = [
         list(map(str, row))
         for row in ([table.headings, *table.rows] if table.headings else table.rows)
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = [
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
+        (" " * gap).join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     ]
     return "\n".join([table.title, *body] if table.title else body)
 
@@ -126,7 +142,7 @@ def _print_tables(tables: Sequence[Table]) -> None:
     if sys.stdout.isatty():
         _draw_tables(tables)
     else:
-        print("\n\n".join(_plain(table) for table in tables), flush=True)
+        print("\n\n".join(plain(table) for table in tables), flush=True)
 
 
 def _draw_tables(tables: Sequence[Table]) -> None:
@@ -162,7 +178,7 @@ def _drawing(table: Table) -> "Drawing":
     return drawing
 
 
-def _text(cell: object) -> str:
+def printable(cell: object) -> str:
     """Return the cell as one printable line; names come from scripts."""
     if cell is None:
         return ""

@@ -19,12 +19,12 @@ def status(document: Json) -> list[Table]:
     """Return the tables of `ps-ctl status`."""
     return [
         Table(
-            "", (), [(name, value) for name, value in _summary(document) if value not in (None, "")]
+            "", (), [(name, value) for name, value in summary(document) if value not in (None, "")]
         ),
         servers(document),
         _candidates(document),
         _short_workers(document),
-        _table("Data", rows(document, "data"), LOOPS),
+        table_of("Data", rows(document, "data"), LOOPS),
         _metrics(document),
     ]
 
@@ -51,7 +51,13 @@ def _shown(form: Callable[[Any], str], key: str) -> Callable[[Json], object]:
     return lambda row: form(row.get(key))
 
 
-def _table(title: str, listed: Sequence[Json], columns: Columns) -> Table:
+def chosen(columns: Columns, *names: str) -> Columns:
+    """Return these columns."""
+    return {name: columns[name] for name in names}
+
+
+def table_of(title: str, listed: Sequence[Json], columns: Columns) -> Table:
+    """Return the table of these rows."""
     cells = [
         [row.get(cell) if isinstance(cell, str) else cell(row) for cell in columns.values()]
         for row in listed
@@ -59,7 +65,8 @@ def _table(title: str, listed: Sequence[Json], columns: Columns) -> Table:
     return Table(title, tuple(columns), cells)
 
 
-def _summary(document: Json) -> list[tuple[str, object]]:
+def summary(document: Json) -> list[tuple[str, object]]:
+    """Return names and values of the job; a value that is not known is empty or None."""
     return [
         ("job", document.get("job")),
         ("training", _training(document)),
@@ -70,6 +77,8 @@ def _summary(document: Json) -> list[tuple[str, object]]:
         ("progress", pass_text(document.get("progress"))),
         ("loss", _loss(document)),
         ("samples/s", number((document.get("progress") or {}).get("samples_per_second") or None)),
+        ("learning rate", learning_rates(document)),
+        ("gradient norm", gradient_norms(document)),
         ("version", document.get("version")),
         ("running for", duration(document.get("seconds"))),
         ("steps", document.get("steps")),
@@ -100,6 +109,26 @@ def _loss(document: Json) -> str:
     if "loss" not in metrics:
         return ""
     return "not finite" if metrics["loss"] is None else number(metrics["loss"])
+
+
+def learning_rates(document: Json) -> str:
+    """Return the learning rates of each optimizer's parameter groups, each rate once."""
+
+    def text(row: Json) -> str:
+        return _list(*dict.fromkeys(number(rate) for rate in row.get("learning_rates") or ()))
+
+    return _of_optimizers(document, text)
+
+
+def gradient_norms(document: Json) -> str:
+    """Return the norm of each optimizer's newest update, where the job computes it."""
+    return _of_optimizers(document, lambda row: number(row.get("gradient_norm")))
+
+
+def _of_optimizers(document: Json, text: Callable[[Json], str]) -> str:
+    """Return the texts with the names of the optimizers if there are several."""
+    found = ((row.get("optimizer"), text(row)) for row in rows(document, "optimizers"))
+    return _list(*(f"{name}: {shown}" if name and shown else shown for name, shown in found))
 
 
 def _policy(document: Json) -> str:
@@ -138,7 +167,7 @@ def _metrics(document: Json) -> Table:
 
 def servers(document: Json) -> Table:
     """Return the table of all shards."""
-    return _table("Servers", rows(document, "servers"), SERVERS)
+    return table_of("Servers", rows(document, "servers"), SERVERS)
 
 
 def _standby(server: Json) -> str:
@@ -152,13 +181,13 @@ def _standby(server: Json) -> str:
 def _candidates(document: Json) -> Table:
     """Return the servers that wait for `ps-ctl reshard`."""
     columns: Columns = {"shard": _joined("{}/{}", "shard", "shards"), "address": "address"}
-    return _table("Servers waiting for ps-ctl reshard", rows(document, "candidates"), columns)
+    return table_of("Servers waiting for ps-ctl reshard", rows(document, "candidates"), columns)
 
 
 def _short_workers(document: Json) -> Table:
     """Return the workers in a table for narrow terminals; `ps-ctl workers` shows all columns."""
-    columns: Columns = {**{name: WORKERS[name] for name in SHORT}, "state": _state}
-    return _table("Workers", rows(document, "workers"), columns)
+    columns: Columns = {**chosen(WORKERS, *SHORT), "state": _state}
+    return table_of("Workers", rows(document, "workers"), columns)
 
 
 def _state(worker: Json) -> object:
@@ -175,12 +204,12 @@ def _reason(worker: Json) -> str:
 
 def workers(document: Json) -> Table:
     """Return the table of all workers with all columns."""
-    return _table("Workers", rows(document, "workers"), WORKERS)
+    return table_of("Workers", rows(document, "workers"), WORKERS)
 
 
 def snapshots(listed: Sequence[Json]) -> Table:
     """Return the table of snapshots."""
-    return _table("", listed, SNAPSHOTS)
+    return table_of("", listed, SNAPSHOTS)
 
 
 SERVERS: Columns = {
@@ -218,7 +247,7 @@ WORKERS: Columns = {
     "own part": _shown(duration, "own_seconds"),
     "samples/s": _shown(number, "samples_per_second"),
     "phase": "phase",
-    "time": _largest_phases,
+    "phases": _largest_phases,
     "staleness": "staleness",
     "silent": _shown(duration, "silent_seconds"),
     "reason": _reason,

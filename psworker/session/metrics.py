@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pscommon.telemetry.http import SECONDS, MetricsServer, new_registry
+from psworker.session.step_stats import PHASES
 
-PHASES = ("data", "pull", "compute", "push", "wait")
 # Largest number of names of reported values for Prometheus; further names are left out.
 MAX_REPORTED_NAMES = 64
 
@@ -56,12 +56,11 @@ class WorkerMetrics:
     def step(self, phases: Mapping[str, float], samples: int) -> None:
         """Record a finished step.
 
-        phases: Seconds by phase; those of PHASES count.
+        phases: Seconds by phase.
         samples: Number of samples of the step.
         """
         for phase, seconds in phases.items():
-            if phase in PHASES:
-                self._phases.labels(phase).observe(seconds)
+            self._phases.labels(phase).observe(seconds)
         self._steps.inc()
         self._samples.inc(samples)
 

@@ -1,6 +1,7 @@
 """The live page of a job and its document, over HTTP from a server with workers."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable
@@ -63,6 +64,20 @@ def test_the_document_is_the_status_with_curves(
     assert shown["series"]["samples_per_second"]["times"][0] <= time.time()
     assert known["page"] == f"http://{first.monitor.address}/"
     assert {"listening", "worker_joined"} <= {event["event"] for event in known["events"]}
+
+
+def test_the_document_has_learning_rate_and_gradient_norm(cluster: Make) -> None:
+    """The norm is that of the newest update, where the job computes it."""
+    computed, unknown = cluster(1, max_norm=1e9), cluster(1)
+    with counter(computed.address) as first, counter(unknown.address) as second:
+        count(first, 1)
+        count(second, 1)
+        (with_norm,) = status(computed.address)["optimizers"]
+        (without,) = status(unknown.address)["optimizers"]
+
+    assert (with_norm["optimizer"], with_norm["learning_rates"]) == ("", [1.0])
+    assert with_norm["gradient_norm"] == pytest.approx(math.sqrt(220))
+    assert without == {**with_norm, "gradient_norm": None}
 
 
 def test_the_page_and_its_parts_are_small_and_load_nothing_from_elsewhere(cluster: Make) -> None:

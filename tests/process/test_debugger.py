@@ -1,21 +1,12 @@
 """`breakpoint()` and `input()` under ps-run on a terminal: a pseudo-terminal is its keyboard."""
 
-import os
-import pty
-import re
-import select
-import signal
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-LIMIT = 60.0
-PS_RUN = Path(sys.executable).parent / "ps-run"
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+from tests.support.terminal import Terminal
 
 SCRIPT = """
 import psworker, torch
@@ -35,59 +26,12 @@ print("done", job.version)
 """
 
 
-class Terminal:
-    """ps-run in a session of its own whose terminal this test reads and writes."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.text = ""
-        self._seen = 0
-        (folder / "train.py").write_text(SCRIPT)
-        line = [str(PS_RUN), "--device", "cpu", *arguments, "train.py"]
-        environment = {key: value for key, value in os.environ.items() if key[:3] != "PS_"}
-        environment |= {"TMPDIR": str(folder), "TERM": "xterm", "NO_COLOR": "1"}
-        self.pid, self._file = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.execve(line[0], line, environment)
-
-    def wait_for(self, text: str) -> str:
-        """Return the output up to this text, after the text of the last call."""
-        deadline = time.monotonic() + LIMIT
-        while text not in (new := CONTROL.sub("", self.text)[self._seen :]):
-            assert select.select([self._file], [], [], max(0.0, deadline - time.monotonic()))[0], (
-                f"no {text!r} in:\n{new}"
-            )
-            self.text += os.read(self._file, 1 << 16).decode()
-        end = new.index(text) + len(text)
-        self._seen += end
-        return new[:end]
-
-    def enter(self, line: str) -> None:
-        os.write(self._file, f"{line}\n".encode())
-
-    def press_ctrl_c(self) -> None:
-        os.write(self._file, b"\x03")
-
-    def exit_code(self) -> int:
-        with suppress(OSError):  # EIO: all its processes have closed the terminal
-            while data := os.read(self._file, 1 << 16):
-                self.text += data.decode()
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self.pid = 0
-        return code
-
-    def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        os.close(self._file)
-
-
 @pytest.fixture
 def terminal(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    terminal = Terminal(tmp_path, "--workers", str(request.param))
-    yield terminal
-    terminal.close()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    line = ("ps-run", "--device", "cpu", "--workers", str(request.param), "train.py")
+    with closing(Terminal(tmp_path, *line)) as terminal:
+        yield terminal
 
 
 @pytest.mark.parametrize("terminal", [1], indirect=True)

@@ -127,6 +127,7 @@ STATUS: dict[str, Any] = {
         "plan_digest": "d",
         "optimizer": "adam",
     },
+    "optimizers": [{"optimizer": "", "gradient_norm": 0.75, "learning_rates": [0.1, None, 0.1]}],
     "finished": 0,
 }
 

@@ -55,8 +55,22 @@ def annotation_queries() -> list[Query]:
 
 def alert_queries() -> list[Query]:
     """Return the rules' expressions; alerts.yml has only one-line and folded (>-) expressions."""
-    rules = re.findall(r"- alert: (\w+)\n(.*?)(?=\n\s*- alert:|\Z)", ALERTS.read_text(), re.S)
-    return [Query(f"alert {name}", _expr(body)) for name, body in rules]
+    return [Query(f"alert {name}", _expr(body)) for name, body in _rules()]
+
+
+def runbooks() -> dict[str, str]:
+    """Return the runbook of each alert by its name."""
+    return {
+        name: found[1]
+        for name, body in _rules()
+        if (found := re.search(r'^ +runbook: "(.*)"$', body, re.M))
+    }
+
+
+def selectors(expr: str) -> set[str]:
+    """Return the series that a query reads: names with their selected labels."""
+    found = re.finditer(r"([a-zA-Z_:][\w:]*)(?:\{[^}]*\})?", _GROUPING.sub(" ", expr))
+    return {match[0] for match in found if match[1] in names(expr)}
 
 
 def names(expr: str) -> set[str]:
@@ -72,6 +86,10 @@ def labels(expr: str) -> set[str]:
         label.strip() for group in _GROUPING.findall(expr) for label in group.split(",") if label
     ]
     return {*selected, *grouped}
+
+
+def _rules() -> list[tuple[str, str]]:
+    return re.findall(r"- alert: (\w+)\n(.*?)(?=\n\s*- alert:|\Z)", ALERTS.read_text(), re.S)
 
 
 def _plain(expr: str) -> str:

@@ -77,6 +77,7 @@ def servers(cluster: Make, tmp_path: Path) -> Cluster:
         policy="async",
         data_dir=tmp_path,
         snapshot_every=SnapshotEvery(steps=50),
+        max_norm=1e9,
         metrics_bind="127.0.0.1:0",
         job="otter",
     )
@@ -127,6 +128,7 @@ def test_the_page_shows_the_job(
         assert page.inner_text("h1") == "Job otter"
         assert page.inner_text("#connection") == "Connected"
         assert page.locator("#servers tbody tr").count() == 2
+        visit.expect("#summary").to_contain_text(re.compile(r"learning rate1gradient norm14\.83"))
         visit.expect("#events").to_contain_text("worker_joined")
         assert page.locator("#legend svg").count() == 6
         assert "complete" in page.inner_text("#snapshot")

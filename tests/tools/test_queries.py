@@ -41,6 +41,7 @@ def server() -> CollectorRegistry:
     registry = new_registry()
     metrics = ServerMetrics(registry, shard=0)
     metrics.show_shard(lambda: {"shards": "2", "job": "otter", "policy": "sync"})
+    metrics.show_goodput(lambda: {"samples": 1.0, "seconds": None})
     metrics.set_workers({"active": 1})
     metrics.set_worker(1, clock=1, has_pushed=True)
     metrics.record_call("Exchange", "OK", 0.1)
@@ -75,7 +76,7 @@ def test_every_metric_is_shown_in_a_panel(series: dict[str, set[str]]) -> None:
     watched = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     unwatched = {name for name in families if not name.endswith("_created")} - watched
 
-    assert unwatched == {"ps_build_info", "ps_parameters", "ps_worker_reported"}
+    assert unwatched == {"ps_build_info", "ps_parameters"}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,12 @@ def test_query_parser_returns_names_and_labels(
     """Functions and keywords are not names."""
     assert queries.names(expr) == names
     assert queries.labels(expr) == labels
+
+
+def test_selectors_are_names_with_their_labels() -> None:
+    expr = 'sum by (job) (rate(a_total{b="c"}[5m])) > 0 and on (job) d == 1'
+
+    assert queries.selectors(expr) == {'a_total{b="c"}', "d"}
 
 
 def test_dashboard_panels_have_unique_ids_and_do_not_overlap() -> None:

@@ -70,9 +70,10 @@ const clock = (milliseconds) => new Date(milliseconds).toLocaleTimeString("en-GB
 
 // ---- lists and tables -------------------------------------------------------------------------
 
-function list(node, entries) {
-  node.replaceChildren(...entries.filter(([, value]) => known(value) && value !== "").map(
-    ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+function list(node, entries, of) {
+  node.replaceChildren(...entries.map(([name, cell]) => [name, cell(of)])
+    .filter(([, value]) => known(value) && value !== "")
+    .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
 // columns: heading, cell of a row (text, number or element), and whether it is a number
@@ -303,33 +304,53 @@ function policyText(status) {
     ? `${status.policy}, staleness at most ${status.max_staleness}` : status.policy;
 }
 
+// of each optimizer of the model; their names only if there are several
+function ofOptimizers(status, cell) {
+  return status.optimizers.map((row) => [row.optimizer, cell(row)]).filter(([, text]) => text)
+    .map(([name, text]) => name ? `${name}: ${text}` : text).join(", ");
+}
+
+// name and value (text, number or element)
+const SUMMARY = [
+  ["state", (status) => status.state],
+  ["policy", policyText],
+  ["version", (status) => number(status.version)],
+  ["samples/s", (status) => number(status.progress.samples_per_second)],
+  ["loss", (status) => "loss" in status.metrics
+    ? number(status.metrics.loss) || "not finite" : ""],
+  ["learning rate", (status) => ofOptimizers(status,
+    (row) => [...new Set(row.learning_rates.map(number))].filter(Boolean).join(", "))],
+  ["gradient norm", (status) => ofOptimizers(status, (row) => number(row.gradient_norm))],
+  ["goodput, samples", ({goodput}) => share(goodput.samples)],
+  ["goodput, time", ({goodput}) => share(goodput.seconds)],
+  ["workers", (status) => status.workers_omitted ? ""
+    : status.workers.filter((row) => known(row.silent_seconds)).length],
+  ["samples", (status) => number(status.samples)],
+  ["running for", (status) => duration(status.seconds)],
+  ["model", ({model}) => model && `${number(model.parameters)} parameters, ${size(model.bytes)}`],
+  ["optimizer", ({model}) => model && model.optimizer],
+  ["training", (status) => status.trainings_finished.length
+    ? `${status.training}, number ${status.trainings_finished.length + 1}` : ""],
+];
+
+const SNAPSHOT = [
+  ["version", ({newest}) => newest && number(newest.version)],
+  ["age", ({newest}) => newest && duration(newest.seconds)],
+  ["size", ({newest}) => newest && size(newest.nbytes)],
+  ["complete", ({newest, problem}) => newest ? "yes" : problem ? "no, it failed" : "none yet"],
+  ["newer one", ({newest, problem}) => newest && problem ? "failed" : ""],
+];
+
 function show(status) {
   say(byId("job"), `Job ${status.job}`);
   document.title = `${status.state} · ${status.job}`;
   say(byId("waiting"), status.waiting_for ? `The job waits for ${status.waiting_for}.` : "");
   say(byId("problem"), status.snapshot_problem ? `Snapshot: ${status.snapshot_problem}` : "");
-  const members = status.workers.filter((row) => known(row.silent_seconds)).length;
-  const {progress, goodput, model} = status;
-  list(byId("summary"), [
-    ["state", status.state],
-    ["policy", policyText(status)],
-    ["version", number(status.version)],
-    ["samples/s", number(progress.samples_per_second)],
-    ["loss", "loss" in status.metrics ? number(status.metrics.loss) || "not finite" : ""],
-    ["goodput, samples", share(goodput.samples)],
-    ["goodput, time", share(goodput.seconds)],
-    ["workers", status.workers_omitted ? "" : members],
-    ["samples", number(status.samples)],
-    ["running for", duration(status.seconds)],
-    ["model", model && `${number(model.parameters)} parameters, ${size(model.bytes)}`],
-    ["optimizer", model && model.optimizer],
-    ["training", status.trainings_finished.length
-      ? `${status.training}, number ${status.trainings_finished.length + 1}` : ""],
-  ]);
-  const percent = progress.percent;
+  list(byId("summary"), SUMMARY, status);
+  const percent = status.progress.percent;
   byId("progress").hidden = !known(percent);
   if (known(percent)) byId("progress").value = percent;
-  say(byId("progress-text"), progressText(progress));
+  say(byId("progress-text"), progressText(status.progress));
   showCurves(status.series);
   measurePhases(status.workers);
   table(byId("workers"), WORKERS, status.workers);
@@ -338,13 +359,7 @@ function show(status) {
   table(byId("servers"), SERVERS, status.servers);
   const newest = status.snapshots.reduce(
     (best, row) => best === null || row.version > best.version ? row : best, null);
-  list(byId("snapshot"), newest ? [
-    ["version", number(newest.version)],
-    ["age", duration(newest.seconds)],
-    ["size", size(newest.nbytes)],
-    ["complete", "yes"],
-    ["newer one", status.snapshot_problem ? "failed" : ""],
-  ] : [["complete", status.snapshot_problem ? "no, it failed" : "none yet"]]);
+  list(byId("snapshot"), SNAPSHOT, {newest, problem: status.snapshot_problem});
   table(byId("events"), EVENTS, [...status.events].reverse());
   byId("main").hidden = false;
 }

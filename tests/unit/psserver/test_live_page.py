@@ -3,7 +3,6 @@
 import math
 import time
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,8 @@ from psserver.core.job.settings import JobRules
 from psserver.monitoring.live_page import (
     MAX_CURVES_COUNT,
     MAX_POINTS_COUNT,
-    MAX_WORKERS_COUNT,
     curves,
     page_url,
-    slowest_first,
 )
 from psserver.monitoring.pass_progress import MAX_SPEEDS_COUNT, SPEED_SECONDS, PassProgress
 
@@ -77,27 +74,6 @@ def test_the_speed_of_a_long_job_has_few_values_over_its_whole_time() -> None:
     assert found[0] == 0.0
     assert len(gaps) == 1
     assert gaps.pop() >= 64 * SPEED_SECONDS
-
-
-def worker(number: int, **values: Any) -> dict[str, Any]:
-    usual = {"silent_seconds": 0.1, "health": "live", "own_seconds": None, "step_seconds": 0.0}
-    return {"worker": number, **usual, **values}
-
-
-def test_workers_with_a_problem_come_first_then_the_slowest() -> None:
-    found = slowest_first(
-        [
-            worker(1, own_seconds=0.1),
-            worker(2, own_seconds=0.3),
-            worker(3, silent_seconds=None, health="lost", own_seconds=9.0),
-            worker(4, health="silent", own_seconds=0.01),
-            worker(5, step_seconds=0.2),
-            worker(6, silent_seconds=None, health="left"),
-        ]
-    )
-
-    assert [row["worker"] for row in found] == [4, 2, 5, 1, 3, 6]
-    assert len(slowest_first([worker(number) for number in range(300)])) == MAX_WORKERS_COUNT
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_workers_shows_one_row_per_worker_without_empty_columns(
         "part",
         "samples/s",
         "phase",
-        "time",
+        "phases",
         "staleness",
         "silent",
     ]

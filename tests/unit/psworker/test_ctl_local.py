@@ -75,7 +75,7 @@ def test_a_client_without_an_address_finds_the_only_local_job(
 
 
 @pytest.mark.parametrize(
-    ("word", "suggested"), [("top", False), ("stp", False), ("sop", False), ("stauts", True)]
+    ("word", "suggested"), [("stpo", False), ("stp", False), ("sop", False), ("stauts", True)]
 )
 def test_stop_is_never_suggested(word: str, suggested: bool, capsys: Output) -> None:
     assert main([word]) == 2

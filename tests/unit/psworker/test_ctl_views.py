@@ -106,3 +106,18 @@ def test_json_is_the_unformatted_answer_of_the_servers(
         assert main(["--ps", cluster.address, "status", "--output", "json"]) == 0
 
     assert json.loads(capsys.readouterr().out) == odd
+
+
+def test_status_shows_learning_rates_and_gradient_norms() -> None:
+    """Each rate once; names only with several optimizers."""
+    one = {"optimizer": "", "gradient_norm": 0.75, "learning_rates": [0.1, None, 0.1, 0.01]}
+    several = [{**one, "optimizer": "a"}, {"optimizer": "b", "learning_rates": [0.5]}]
+
+    assert dict(views.status({"optimizers": [one]})[0].rows) == {
+        "learning rate": "0.1, 0.01",
+        "gradient norm": "0.75",
+    }
+    assert dict(views.status({"optimizers": several})[0].rows) == {
+        "learning rate": "a: 0.1, 0.01, b: 0.5",
+        "gradient norm": "a: 0.75",
+    }
