@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
@@ -240,6 +241,12 @@ class CoordinatorService:
             check_switch(recorder.coordinator, policy, self.config.in_flight)
         self.executor.do(SetPolicy(PolicySettings(name, staleness, max_staleness, policy.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether a worker waits for weights that only workers in other requests have."""
+        job = self._coordinator.job
+        return job.policy.name == ALLREDUCE and job.reduction.wants_weights(job.version)
 
     @property
     def begun(self) -> bool:

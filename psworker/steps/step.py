@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
@@ -74,6 +74,8 @@ class StepContext:
             body and rejoins the job; the model then has the job's weights.
         wait: Waits until no push is under way.
         record_outcome: Takes the outcome of a push that was decided after `push` returned.
+        is_closing: Returns whether the script makes no further step.
+        rejoin: Rejoins the job after the error of a lost membership.
     """
 
     adapter: Adapter
@@ -83,6 +85,8 @@ class StepContext:
     rejoin_in_forward: Callable[[], AbstractContextManager[None]]
     wait: Callable[[], None]
     record_outcome: Callable[[Push, PushResult], None]
+    is_closing: Callable[[], bool]
+    rejoin: Callable[[FencedError], None]
 
 
 class PlainStep:
@@ -92,15 +96,20 @@ class PlainStep:
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
+        is_double_buffered: The client's weights are not those of the model.
         version: Version of the job whose buffers the model has.
     """
 
     is_deferred: ClassVar[bool] = False
+    is_double_buffered: ClassVar[bool] = False
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
-        self._model = context.client.model
+        self._model, self._newest = context.client.model, context.client.newest
         self.version = self._model.version
+
+    def begin(self) -> None:
+        """Get what a step needs beside the weights, once the model is registered."""
 
     def push(self, push: Push) -> PushResult | None:
         """Send the model's gradients; return the outcome, or None if it is not known yet."""
@@ -143,11 +152,15 @@ class PlainStep:
         if self.version == before:
             self._adapter.keep_buffers()
 
-    def store_buffers(self) -> None:
+    def store_buffers(self, takes_changes: bool) -> None:
         """Send buffers without an average that the script has changed since its last step.
 
         They make no update. Gradients that have left are dropped, and leave again.
+
+        takes_changes: Such changes count.
         """
+        if not takes_changes:
+            return
         self.settle()
         self.skip()
         if self._is_agreed(self._adapter.keeps_changes()):
@@ -161,6 +174,10 @@ class PlainStep:
                 samples=0,
                 base=self.version,
             )
+
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the job's newest weights, as JobClient.newest."""
+        return self._newest()
 
     def _is_agreed(self, own: bool) -> bool:
         """Return whether any rank of this worker's group finds it, so that all decide alike."""

@@ -1,0 +1,214 @@
+"""Policy allreduce: the same script gives sync's weights to rounding, and it survives losses."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pscommon.core.errors import InvalidRequestError, MismatchError
+from pscommon.security.settings import SecuritySettings
+from pscommon.security.tls_files import TlsFiles
+from pscommon.settings.values import SnapshotEvery
+from psserver.process.config import ServerConfig
+from psworker import Client, Job, OptimizerSpec
+from tests.support.cluster import Cluster
+from tests.support.standbys import RunningStandby
+from tests.support.training_threads import real
+from tests.support.workers import connected, together, until
+
+Named = dict[str, Tensor]
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-3),
+}
+
+
+def net() -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(7, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    return model
+
+
+def data() -> tuple[Tensor, Tensor]:
+    x = torch.rand(100, 7, generator=torch.Generator().manual_seed(4))
+    return x, (x.sum(1) * 2).long() % 3
+
+
+def script(make: Make, epochs: int = 3, clip_norm: float | None = None) -> Callable[[Job], Named]:
+    def train(job: Job) -> Named:
+        model = net()
+        optimizer = job.optimizer(make(model.parameters()), model, clip_norm=clip_norm)
+        for x, y in job.batches(data(), 8, epochs, seed=5, reseed=False):
+            F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    return train
+
+
+def run(cluster: Callable[..., Cluster], policy: str, train: Any, workers: int = 2) -> list[Named]:
+    servers = cluster(shards=2, policy=policy, min_workers=workers)
+    return real(servers.address, workers, train)
+
+
+def assert_close(found: Named, expected: Named, tolerance: float) -> None:
+    for name, value in expected.items():
+        largest = value.abs().max().clamp(min=1e-12)
+        difference = ((found[name] - value).abs().max() / largest).item()
+        assert difference <= tolerance, (name, difference)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_two_workers_get_the_weights_of_sync(cluster: Callable[..., Cluster], name: str) -> None:
+    train = script(OPTIMIZERS[name], clip_norm=1.0 if name == "sgd" else None)
+
+    found = run(cluster, "allreduce", train)
+    expected = run(cluster, "sync", train)
+
+    for each in found:
+        assert_close(each, expected[0], 1e-6 if name == "sgd" else 1e-5)
+
+
+def test_a_resumed_job_continues_with_the_optimizer_state(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    """The upload at the end of a run is in the snapshot, and a worker reads it."""
+
+    def two_runs(policy: str) -> Named:
+        found: list[Named] = []
+        for epochs in (2, 4):
+            servers = cluster(
+                shards=2,
+                policy=policy,
+                min_workers=2,
+                data_dir=tmp_path / policy,
+                snapshot_every=SnapshotEvery(steps=3),
+            )
+            found = real(servers.address, 2, script(OPTIMIZERS["nadam"], epochs))
+            servers.close()
+        return found[0]
+
+    assert_close(two_runs("allreduce"), two_runs("sync"), 1e-5)
+
+
+def test_a_worker_that_comes_later_gets_weights_and_state(
+    cluster: Callable[..., Cluster],
+) -> None:
+    """It takes part in later updates, and both end with the same weights."""
+    servers = cluster(policy="allreduce", min_workers=1)
+    has_stepped, has_come = threading.Event(), threading.Event()
+    versions: list[int] = []
+
+    def run_worker(rank: int) -> Named:
+        with Job(connected(servers.address, rank), rank, torch.device("cpu")) as job:
+            model = net()
+            optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
+            if rank == 1:
+                has_come.set()
+                versions.append(job.version)
+            for steps, (x, y) in enumerate(job.batches(data(), 8, 3, seed=5, reseed=False)):
+                F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == 0 and steps == 4:
+                    has_stepped.set()
+            job.barrier()
+            job.pull()
+            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+    def second() -> Named:
+        assert has_stepped.wait(20)
+        return run_worker(1)
+
+    one, other = together(partial(run_worker, 0), second)
+
+    assert versions[0] >= 4
+    assert_close(one, other, 0.0)
+
+
+def test_a_saved_file_and_observers_have_the_newest_weights(
+    cluster: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    servers = cluster(shards=2, policy="allreduce")
+    file = tmp_path / "model.safetensors"
+
+    with Job(connected(servers.address, 0), 0, torch.device("cpu")) as job:
+        model = net()
+        optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        x, y = data()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        job.save(file)
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+
+    assert_close(load_file(file), expected, 0.0)
+    with Client(servers.address, observe=True) as observer:
+        found = {name: torch.from_numpy(value) for name, value in observer.pull().items()}
+    assert_close(found, expected, 0.0)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"overlap": True}, {"pipeline": True}, {"name": "d"}], ids=str
+)
+def test_arguments_of_the_optimizer_are_refused(
+    cluster: Callable[..., Cluster], arguments: dict[str, Any]
+) -> None:
+    servers = cluster(policy="allreduce")
+    model = net()
+
+    with (
+        Job(connected(servers.address, 0), 0, torch.device("cpu")) as job,
+        pytest.raises(InvalidRequestError, match="Try"),
+    ):
+        job.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **arguments)
+
+
+def test_the_numpy_client_is_refused(cluster: Callable[..., Cluster]) -> None:
+    servers = cluster(policy="allreduce")
+
+    with connected(servers.address, 0) as client:
+        client.register({"w": np.ones(3, np.float32)}, OptimizerSpec("sgd"))
+        with pytest.raises(InvalidRequestError, match="needs the torch optimizer"):
+            client.push({"w": np.ones(3, np.float32)})
+
+
+FILES = TlsFiles(Path("ca.pem"), Path("cert.pem"), Path("key.pem"))
+
+
+@pytest.mark.parametrize(
+    "security", [SecuritySettings(tls=FILES), SecuritySettings(token_file=Path("tokens"))], ids=str
+)
+def test_tls_and_tokens_are_refused(security: SecuritySettings) -> None:
+    """gloo has neither."""
+    with pytest.raises(InvalidRequestError, match=r"in plain text\. Try: policy sync"):
+        ServerConfig(policy="allreduce", security=security)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_standby_is_refused(cluster: Callable[..., Cluster], shard: int) -> None:
+    """With this policy by its own settings, with another one by those of the job."""
+    server = cluster(2, policy="allreduce").servers[shard]
+
+    with pytest.raises(InvalidRequestError, match="excludes `--standby-of"):
+        RunningStandby(server)
+    until(lambda: shard == 0 or server.identity.policy, "the job's policy")
+    with RunningStandby(server, policy="sync") as following:
+        until(lambda: following.ended, "its end")
+        failure = following.standby.failure
+    assert isinstance(failure, MismatchError)
+    assert "allreduce" in str(failure)
