@@ -72,8 +72,7 @@ async def reduce(
     service.check_job(request.job)
     if request.within:
         service.check_goes_on()
-        with service.executor.step(quiet=True) as (recorder, now):
-            recorder.coordinator.job.member(request.worker, now)
+        with service.executor.step(quiet=True) as (recorder, _):
             reduction = recorder.coordinator.job.reduction
             return pb.ReduceResponse(
                 open=reduction.open.number == request.within,

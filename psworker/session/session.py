@@ -304,11 +304,8 @@ class Session(JobFacts):
         if self._stop_reason:
             return
         self._stop_reason = reason
-        try:
+        with suppress(PSError, Stopping):
             self._store_buffers(is_abandoned)
-        except (PSError, Stopping) as error:
-            problem = str(error.__cause__ or error)
-            log.warning("last_changes_not_stored", worker=self.client.worker, problem=problem)
         log.info("training_stopped", worker=self.client.worker, reason=reason)
         self._drop_membership(DrainedError(reason))
         if self.client.draining and not self.is_closed:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import PSError, UnreachableError
 from psworker.core.results import ReduceAnswer
 
 dist: Any = torch.distributed
@@ -27,12 +27,21 @@ dist: Any = torch.distributed
 CONNECT_SECONDS = 4.0
 """Time for all workers of a group to connect. A lost one is noticed so that others go on."""
 
+MAX_FAILED_CONNECTS_COUNT = 8
+"""Groups in a row that fail to connect until a worker gives up: no loss of a worker explains that.
+"""
+
 CHECK_INTERVAL_SECONDS = 0.5
 """Time between two questions whether a round is still open."""
 
 OPERATION_SECONDS = 120.0
 """Time without progress after which gloo ends an operation, and frees its memory. The coordinator
 decides earlier, unless the lease is longer: then the round is void.
+"""
+
+
+MAX_PIECE_BYTES = 1 << 26
+"""Bytes of one operation that sends weights. OPERATION_SECONDS suffice for them over a slow link.
 """
 
 
@@ -68,7 +77,7 @@ class ProcessGroups:
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self.address = f"{host}:{port}"
-        self._number = 0
+        self._number = self._failed_connects_count = 0
         self._group: Any = None
         self._works: list[Any] = []  # the newest operations of the group
         self._given_up: list[tuple[Any, Sequence[Any]]] = []
@@ -103,6 +112,7 @@ class ProcessGroups:
 
         Raises:
             ReduceFailedError: A worker does not come.
+            UnreachableError: That was so MAX_FAILED_CONNECTS_COUNT times in a row.
         """
         if self._group is not None and found.group == self._number:
             return
@@ -119,8 +129,15 @@ class ProcessGroups:
             prefix = dist.PrefixStore(f"group {found.group}", store)
             self._group = gloo(prefix, found.workers.index(worker), len(found.workers), options)
         except RuntimeError as error:
-            raise ReduceFailedError(f"the process group failed: {_first_line(error)}") from None
-        self._number = found.group
+            self._failed_connects_count += 1
+            problem = f"the process group failed: {_first_line(error)}"
+            if self._failed_connects_count < MAX_FAILED_CONNECTS_COUNT:
+                raise ReduceFailedError(problem) from None
+            raise UnreachableError(
+                f"workers of this job do not reach each other: {problem}. Try: open all ports "
+                "between their hosts, or policy sync"
+            ) from None
+        self._number, self._failed_connects_count = found.group, 0
 
     def reduce(
         self, sums: Iterable[Tensor], own: Tensor, is_open: Callable[[], bool]
@@ -150,7 +167,8 @@ class ProcessGroups:
         options = _options(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = source, 0
         with self._operations() as works:
-            works.append(self._group.broadcast([tensor], options))
+            parts = torch.split(tensor, MAX_PIECE_BYTES // tensor.itemsize)
+            works += (self._group.broadcast([part], options) for part in parts)
             _wait(works, is_open)
 
     @contextmanager

@@ -61,12 +61,13 @@ class ReducedStep(PlainStep):
 
     is_double_buffered: ClassVar[bool] = True
     _adapter: ModelAdapter
+    _client: ReducingClient
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
         # Job.optimizer uses this strategy with no other client
         self._client = client = cast(ReducingClient, context.client)
-        self._is_closing, self._rejoin = context.is_closing, context.rejoin
+        self._rejoin = context.rejoin
         self._reduction = client.reduction
         self._spec = validate_model(client.plan.spec)
         self._settings = self._spec.parts()[""].settings
@@ -131,7 +132,8 @@ class ReducedStep(PlainStep):
             except FencedError as error:
                 self._rejoin(error)
         found = super().newest()
-        if self._own_version is None or self._own_version < found[2]:
+        is_current = self._generation == self._reduction.generation()
+        if self._own_version is None or not is_current or self._own_version < found[2]:
             return found
         # this worker has left the rounds, perhaps without an upload
         weights = memoryview(bytearray(self._adapter.weights.memory))
@@ -139,11 +141,8 @@ class ReducedStep(PlainStep):
 
     def _load(self, everything: bool = False) -> None:
         """Load the weights of this worker into the model."""
-        self._adapter.scatter(everything)
-        self._note_version()
-
-    def _note_version(self) -> None:
         assert self._own_version is not None
+        self._adapter.scatter(everything)
         self.version = self._own_version
         self._reduction.set_version(self._own_version)
 
@@ -183,10 +182,10 @@ class ReducedStep(PlainStep):
                 self._exchange_weights(found)
                 self._completed = found.number
             except ReduceFailedError as error:
-                log.debug("reduce_round_void", round=found.number, reason=str(error))
+                log.warning("reduce_round_void", round=found.number, reason=str(error))
 
     def _download(self) -> None:
-        memory = torch.empty_like(self._adapter.weights.host)
+        memory = torch.zeros_like(self._adapter.weights.host)  # also between the tensors
         stored = self._reduction.download(raw(memory))
         images = {name: memoryview(image) for name, image in stored.states.items()}
         numbers = json.dumps({"steps": stored.steps, "scalars": stored.scalars})
@@ -263,7 +262,7 @@ class ReducedStep(PlainStep):
         is_own = takes_changes and is_current and not self._adapter.keeps_changes()
         if is_own:
             self._adapter.reattach()
-        with self._lock:
+        with self._lock, self._last_changes():
             is_changed = is_own and self._take_own_buffers()
             if is_changed or self._reduction.uploaded_version() < self._own_version:
                 self._upload()
@@ -304,8 +303,8 @@ class ReducedStep(PlainStep):
                 self._groups.connect(found, self._reduction.worker)
                 untouched = self._reduce(found)
             except ReduceFailedError as error:
-                log.debug("reduce_round_void", round=found.number, reason=str(error))
                 self._adapter.reattach()
+                self._synchronize()  # at once, as the others may still be in this round
                 self._load()  # without the buffers of this forward, which counts for nothing
                 return self._stale(str(error))
             with self._reduction.finishing():  # the others have the same sum
@@ -361,6 +360,7 @@ class ReducedStep(PlainStep):
     def _gather(self) -> Sequence[Tensor | None]:
         """Return the gradients in the order of the flat buffer, and copy the buffers to it."""
         adapter, grads = self._adapter, self._adapter.grads()
+        adapter.check_registered()
         if adapter.device.type == "cuda":
             absent = adapter.gather()
             indices = adapter.trainable.spec_indices

@@ -1,7 +1,7 @@
 """Steps: how the gradients of one reach the servers and the new weights come back."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -11,9 +11,12 @@ from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
+from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.model.flat_buffer import FlatBuffer
+
+log = get_logger(__name__)
 
 
 class Adapter(Protocol):
@@ -105,7 +108,8 @@ class PlainStep:
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
-        self._model, self._newest = context.client.model, context.client.newest
+        self._client, self._is_closing = context.client, context.is_closing
+        self._model = context.client.model
         self.version = self._model.version
 
     def begin(self) -> None:
@@ -167,17 +171,29 @@ class PlainStep:
             return  # buffers of other weights than the job's
         self._adapter.reattach()
         if self._is_agreed(self._adapter.gather_changed_buffers()):
-            self._model.exchange(
-                gradients=self._adapter.gradients.memory,
-                weights=None,
-                absent=frozenset(self._adapter.trainable_indices),
-                samples=0,
-                base=self.version,
-            )
+            with self._last_changes():
+                self._model.exchange(
+                    gradients=self._adapter.gradients.memory,
+                    weights=None,
+                    absent=frozenset(self._adapter.trainable_indices),
+                    samples=0,
+                    base=self.version,
+                )
+
+    @contextmanager
+    def _last_changes(self) -> Iterator[None]:
+        """Log it if the body fails to send what no later step will send."""
+        try:
+            yield
+        except PSError as error:
+            if self._is_closing():
+                worker, problem = self._client.worker, str(error)
+                log.warning("last_changes_not_stored", worker=worker, problem=problem)
+            raise
 
     def newest(self) -> tuple[PartitionPlan, memoryview, int]:
         """Return the job's newest weights, as JobClient.newest."""
-        return self._newest()
+        return self._client.newest()
 
     def _is_agreed(self, own: bool) -> bool:
         """Return whether any rank of this worker's group finds it, so that all decide alike."""

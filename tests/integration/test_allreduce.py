@@ -1,5 +1,6 @@
 """Policy allreduce: the same script gives sync's weights to rounding, and it survives losses."""
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -43,6 +44,10 @@ def net() -> nn.Module:
     return model
 
 
+def named(model: nn.Module) -> Named:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
 def data() -> tuple[Tensor, Tensor]:
     x = torch.rand(100, 7, generator=torch.Generator().manual_seed(4))
     return x, (x.sum(1) * 2).long() % 3
@@ -56,7 +61,7 @@ def script(make: Make, epochs: int = 3, clip_norm: float | None = None) -> Calla
             F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return named(model)
 
     return train
 
@@ -84,26 +89,112 @@ def test_two_workers_get_the_weights_of_sync(cluster: Callable[..., Cluster], na
         assert_close(each, expected[0], 1e-6 if name == "sgd" else 1e-5)
 
 
+STEPS = 6
+
+
+class Heads(nn.Module):
+    """A common layer, and two heads of which a batch uses one or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.heads = nn.ModuleList([nn.Linear(3, 2) for _ in range(2)])
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+
+    def loss(self, rank: int, step: int, head: int | None = 0) -> Tensor:
+        """Return the loss of a batch that belongs to this rank and step."""
+        x = torch.rand(8, 7, generator=torch.Generator().manual_seed(100 * rank + step))
+        common: Tensor = self.common(x)
+        return (common if head is None else self.heads[head](common)).square().mean()
+
+
+def absent_gradients(job: Job) -> Named:
+    """Head 1 has a gradient of one worker in steps 1 and 4, and of none in the others."""
+    model = Heads()
+    optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2), model, clip_norm=0.5)
+    job.pull()
+    for step in range(STEPS):
+        head = None if job.rank == 0 and step == 2 else int(job.rank == 1 and step % 3 == 1)
+        model.loss(job.rank, step, head).backward()  # type: ignore[no-untyped-call]
+        optimizer.step(samples=1 + 2 * job.rank)
+        optimizer.zero_grad()
+    return named(model)
+
+
+def skipped_steps(job: Job) -> Named:
+    """GradScaler leaves out a step of worker 1, which makes it later."""
+    model = Heads()
+    optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=1e-2), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    job.pull()
+    for step in [0, 1, *([math.inf] if job.rank else []), *range(2, STEPS)]:
+        factor, batch = (step, 0) if step == math.inf else (1.0, int(step))
+        loss = model.loss(job.rank, batch, int(step == 3))
+        scaler.scale(loss * factor).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0 ** (9 if job.rank else 10)
+    return named(model)
+
+
+def accumulated_gradients(job: Job) -> Named:
+    """Each step has the gradients of three batches."""
+    model = Heads()
+    momentum = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = job.optimizer(momentum, model)
+    job.pull()
+    for step in range(STEPS):
+        for part in range(3):
+            loss = model.loss(job.rank, 3 * step + part, part % 2)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step(samples=3 - job.rank)
+        optimizer.zero_grad()
+    return named(model)
+
+
+@pytest.mark.parametrize("train", [absent_gradients, skipped_steps, accumulated_gradients])
+def test_a_script_gets_the_weights_of_sync(
+    cluster: Callable[..., Cluster], train: Callable[[Job], Named]
+) -> None:
+    initial = named(Heads())
+
+    found = run(cluster, "allreduce", train)
+    expected = run(cluster, "sync", train)[0]
+
+    for each in found:
+        assert_close(each, expected, 1e-5)
+    assert all(not torch.equal(expected[name], value) for name, value in initial.items())
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [("allreduce", "allreduce"), ("allreduce", "sync"), ("sync", "allreduce")],
+    ids="-then-".join,
+)
 def test_a_resumed_job_continues_with_the_optimizer_state(
-    cluster: Callable[..., Cluster], tmp_path: Path
+    cluster: Callable[..., Cluster], tmp_path: Path, policies: tuple[str, str]
 ) -> None:
     """The upload at the end of a run is in the snapshot, and a worker reads it."""
 
-    def two_runs(policy: str) -> Named:
+    def two_runs(folder: str, *policies: str) -> Named:
         found: list[Named] = []
-        for epochs in (2, 4):
+        for policy, epochs in zip(policies, (2, 4), strict=True):
             servers = cluster(
                 shards=2,
                 policy=policy,
                 min_workers=2,
-                data_dir=tmp_path / policy,
+                data_dir=tmp_path / folder,
                 snapshot_every=SnapshotEvery(steps=3),
             )
             found = real(servers.address, 2, script(OPTIMIZERS["nadam"], epochs))
             servers.close()
         return found[0]
 
-    assert_close(two_runs("allreduce"), two_runs("sync"), 1e-5)
+    assert_close(two_runs("one", *policies), two_runs("other", "sync", "sync"), 1e-5)
 
 
 def test_a_worker_that_comes_later_gets_weights_and_state(
@@ -129,7 +220,7 @@ def test_a_worker_that_comes_later_gets_weights_and_state(
                     has_stepped.set()
             job.barrier()
             job.pull()
-            return {name: value.detach().clone() for name, value in model.state_dict().items()}
+            return named(model)
 
     def second() -> Named:
         assert has_stepped.wait(20)

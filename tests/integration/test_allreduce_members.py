@@ -83,6 +83,66 @@ def test_a_void_round_leaves_no_buffers_of_its_forward(
     worker.job.close()
 
 
+def test_others_do_not_wait_for_the_next_step_of_a_worker_that_voids_a_round(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its computation may be long."""
+    servers = cluster(policy="allreduce", min_workers=2)
+    first, other = together(*[partial(Worker, servers.address, rank) for rank in range(2)])
+    reduce = ProcessGroups.reduce
+
+    def fail(groups: ProcessGroups, *arguments: Any) -> list[Tensor]:
+        if groups is first.strategy._groups:
+            raise ReduceFailedError("a test")
+        return reduce(groups, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessGroups, "reduce", fail)
+        assert together(first.step, other.step) == ["stale"] * 2
+
+    assert together(first.step, other.step) == ["applied"] * 2
+    together(first.job.close, other.job.close)
+
+
+def test_a_failed_round_of_weights_is_logged_and_repeated(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = cluster(policy="allreduce")
+    first = Worker(servers.address, 0)
+    first.steps(1)
+    send, failures = ProcessGroups.send, [ReduceFailedError("a test")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        send(*arguments)
+
+    monkeypatch.setattr(ProcessGroups, "send", fail_once)
+    job, model = joined(servers.address, 1), Net()
+    waiting = threading.Thread(target=first.job.client.collective, args=(1, BARRIER, 0))
+    waiting.start()
+
+    job.optimizer(torch.optim.Adam(model.parameters(), lr=0.5), model)
+    job.pull()
+
+    assert model.weight.tolist() == first.weights()
+    assert "a test" in str(records_of(caplog, "reduce_round_void"))
+    job.client.collective(1, BARRIER, 0)
+    waiting.join()
+    together(first.job.close, job.close)
+
+
+def test_another_parameter_in_a_module_is_refused(cluster: Make) -> None:
+    """A step would not change it."""
+    worker = Worker(cluster(policy="allreduce").address, 0)
+    worker.model.weight = torch.nn.Parameter(torch.zeros(3))
+    worker.backward()
+
+    with pytest.raises(InvalidRequestError, match="weight is another parameter"):
+        worker.optimizer.step()
+    worker.job.close("the test is over")
+
+
 def ask_to_leave(worker: Worker) -> None:
     """Let the time pass that a drained worker waits for others."""
     drain = worker.job.client._connection.drain

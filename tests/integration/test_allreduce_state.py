@@ -16,6 +16,7 @@ from pscommon.core.errors import NonFiniteError
 from pscommon.settings.values import SnapshotEvery
 from psserver.shard.engine import ShardEngine
 from psworker import Client, Job
+from psworker.steps.reduced_step import ReducedStep
 from tests.support.cluster import Cluster
 from tests.support.events import records_of
 from tests.support.ports import free_ports
@@ -315,6 +316,37 @@ def test_a_restart_of_the_servers_rolls_back_to_the_snapshot(cluster: Make, tmp_
     assert made[0].weights() == made[1].weights()
     assert made[0].strategy._groups._number != before
     assert state_of(again)["weight"] == made[0].weights()
+
+
+def test_a_worker_that_left_before_a_rollback_saves_the_weights_of_the_servers(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own have a higher version, of updates that the job has lost."""
+    settings: dict[str, Any] = {
+        "policy": "allreduce",
+        "data_dir": tmp_path,
+        "bind": f"127.0.0.1:{free_ports(1)[0]}",
+        "snapshot_every": SnapshotEvery(steps=2),
+    }
+    servers = cluster(**settings)
+    worker = Worker(servers.address, 0)
+    worker.steps(2)
+    expected = worker.weights()
+    worker.steps(1)
+    until(lambda: not servers.servers[0].service.executor.coordinator.cuts.busy, "a snapshot")
+    with monkeypatch.context() as patch:
+        patch.setattr(ReducedStep, "_upload", lambda step: None)
+        worker.job.client.drain()
+        with pytest.raises(SystemExit):
+            worker.job.session.check_stopping()
+    servers.close()
+    again = cluster(**settings)
+    assert weights_version(again) == 2
+
+    worker.job.save(tmp_path / "file")
+
+    assert load_file(tmp_path / "file")["weight"].tolist() == expected
+    worker.job.close("the test is over")
 
 
 def test_a_snapshot_on_request_has_the_next_weights(cluster: Make, tmp_path: Path) -> None:

@@ -195,16 +195,21 @@ class UpdateRounds:
         """Return why a push is not of the open reduce round; empty if it is (policy allreduce)."""
         now_open = self._job.reduction.open
         if self._job.policy.name != ALLREDUCE:
-            return ""
+            return "the job's policy has no reduce rounds" if push.reduce_round else ""
         request = now_open.request_of(push.key.worker)
         if now_open.kind != "gradients" or push.reduce_round != now_open.number or request is None:
             return f"its reduce round {push.reduce_round} is void"
         return "" if push.samples == request.samples else "its samples are not those of its round"
 
     def _set_buffers(self, push: Staged) -> None:
-        """Take buffers of the current version; those of an older one have been replaced."""
+        """Take buffers of the current version; those of an older one have been replaced.
+
+        Under policy allreduce they come with the weights, in an upload.
+        """
         job = self._job
-        if push.base != job.version:
+        if push.upload != (job.policy.name == ALLREDUCE):
+            self.reject(push.key, "STALE", f"policy {job.policy.name} has no such push")
+        elif push.base != job.version:
             self.reject(push.key, "STALE", f"its buffers are of version {push.base}")
         else:
             job.log.append(SetBuffers(job.log.next, push.key))

@@ -113,6 +113,7 @@ COMMANDS: list[dict[str, Any]] = [
         "address": "host:1",
         "groups_json": "",
         "is_partial": False,
+        "completed": 0,
     },
     {
         "do": "collective",

@@ -27,10 +27,16 @@ MODEL = ModelSpec(WEIGHTS, OptimizerSettings("sgd"))
 
 
 class Job:
-    """A job with policy allreduce on one shard, with workers 1 to `workers` at version 0."""
+    """A job on one shard, with workers 1 to `workers` at version 0."""
 
-    def __init__(self, workers: int = 2, every: int | None = None, generation: int = 0) -> None:
-        rules = JobRules(policy("allreduce"), 1, every=SnapshotInterval(steps=every))
+    def __init__(
+        self,
+        workers: int = 2,
+        every: int | None = None,
+        generation: int = 0,
+        policy_name: str = "allreduce",
+    ) -> None:
+        rules = JobRules(policy(policy_name), 1, every=SnapshotInterval(steps=every))
         self.machine = CoordinatorMachine(1, rules, generation)
         self.asked: dict[int, int] = {}
         for _ in range(workers):
@@ -344,3 +350,30 @@ def test_other_policies_have_no_reduce_rounds() -> None:
 
     with pytest.raises(InvalidRequestError, match="is sync, not allreduce"):
         machine.reduction.ask(ReduceRequest(worker, 1, 0, 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    "push",
+    [
+        Staged(PushKey(1, 1), 1, 0, reduce_round=1),
+        Staged(PushKey(1, 1), 0, 0, upload=True),
+    ],
+    ids=["round", "upload"],
+)
+def test_other_policies_refuse_what_only_allreduce_pushes(push: Staged) -> None:
+    """The servers would have an update without its gradient, or other weights without one."""
+    job = Job(1, policy_name="sync")
+
+    job.report(push)
+
+    assert job.machine.job.version == 0
+    assert job.machine.job.counts["stale"] == 1
+
+
+def test_buffers_alone_are_refused() -> None:
+    """The servers would have buffers of another version than their weights."""
+    job = Job(1)
+
+    job.report(Staged(PushKey(1, 1), 0, 0))
+
+    assert job.machine.job.counts["stale"] == 1

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from pscommon.core.errors import UnreachableError
 from psworker.core.results import ReduceAnswer
+from psworker.steps import process_groups
 from psworker.steps.process_groups import ProcessGroups, ReduceFailedError
 from tests.support.workers import together, until
 
@@ -66,6 +68,24 @@ def test_members_add_up_and_collect(groups: Make) -> None:
         ]
     )
     assert [[each.tolist() for each in one] for one in found] == [[[0, 255], [1, 255]]] * 2
+
+
+def test_weights_travel_in_pieces(groups: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo limits the time of an operation, however many bytes it has."""
+    monkeypatch.setattr(process_groups, "MAX_PIECE_BYTES", 24)
+    members = groups(), groups()
+    connect(1, *members)
+    tensors = [torch.arange(8) * factor for factor in (2, 0)]
+
+    together(
+        *[
+            partial(m.send, tensor, 0, lambda: True)
+            for m, tensor in zip(members, tensors, strict=True)
+        ]
+    )
+
+    assert tensors[1].tolist() == [*range(0, 16, 2)]
+    assert len(members[0]._works) == 3
 
 
 def test_a_late_member_writes_to_no_memory_in_use(groups: Make) -> None:
@@ -129,6 +149,29 @@ def listeners() -> set[str]:
     tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()]
     return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
+def test_a_worker_that_never_reaches_the_others_gives_up(
+    groups: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connected group in between shows that the others can be reached."""
+    alone, other = groups(), groups()
+    missing = ReduceAnswer("gradients", 1, 1, (1, 2), (1, 1), 1, alone.address)
+    monkeypatch.setattr(process_groups, "CONNECT_SECONDS", 0.01)
+    failures = process_groups.MAX_FAILED_CONNECTS_COUNT
+
+    def fail() -> None:
+        for _ in range(failures - 1):
+            with pytest.raises(ReduceFailedError, match="the process group failed"):
+                alone.connect(missing, 1)
+
+    fail()
+    with monkeypatch.context() as patch:
+        patch.setattr(process_groups, "CONNECT_SECONDS", 10.0)
+        connect(2, alone, other)
+    fail()
+    with pytest.raises(UnreachableError, match=r"do not reach each other.*Try: "):
+        alone.connect(missing, 1)
 
 
 def test_store_and_group_listen_on_loopback_and_end(groups: Make) -> None:
