@@ -88,7 +88,7 @@ def start(
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
             chosen = frozenset(given(ctx))
-            if settings["token_file"] is None:
+            if settings["token_file"] is None and settings["policy"] != ALLREDUCE:
                 token_file, chosen = folder / "tokens", chosen | {"token_file"}
                 write_tokens(token_file, new_tokens(), {})
                 settings["token_file"] = token_file

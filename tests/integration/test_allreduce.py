@@ -107,7 +107,7 @@ class Heads(nn.Module):
     def loss(self, rank: int, step: int, head: int | None = 0) -> Tensor:
         """Return the loss of a batch that belongs to this rank and step."""
         x = torch.rand(8, 7, generator=torch.Generator().manual_seed(100 * rank + step))
-        common: Tensor = self.common(x)
+        common: Tensor = self.common(x.to(self.heads[0].weight.dtype))
         return (common if head is None else self.heads[head](common)).square().mean()
 
 
@@ -156,7 +156,42 @@ def accumulated_gradients(job: Job) -> Named:
     return named(model)
 
 
-@pytest.mark.parametrize("train", [absent_gradients, skipped_steps, accumulated_gradients])
+def half_precision(job: Job) -> Named:
+    model = Heads().to(torch.bfloat16)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer = job.optimizer(momentum, model)
+    job.pull()
+    for step in range(STEPS):
+        model.loss(job.rank, step, step % 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return named(model)
+
+
+def schedules(job: Job) -> Named:
+    """Learning rates of two groups change; half of the model is frozen for some steps."""
+    model = Heads()
+    groups = [
+        {"params": model.common.parameters(), "lr": 0.1},
+        {"params": model.heads.parameters()},
+    ]
+    adam = torch.optim.Adam(groups, lr=1e-2)
+    optimizer = job.optimizer(adam, model)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=2, gamma=0.5)
+    job.pull()
+    for step in range(STEPS):
+        model.common.requires_grad_(step not in (1, 2))
+        model.loss(job.rank, step, step % 2).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return named(model)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [absent_gradients, skipped_steps, accumulated_gradients, half_precision, schedules],
+)
 def test_a_script_gets_the_weights_of_sync(
     cluster: Callable[..., Cluster], train: Callable[[Job], Named]
 ) -> None:
