@@ -47,6 +47,9 @@ FAREWELL_SECONDS = 2.0
 Workers ask once a second.
 """
 
+UPLOAD_SECONDS = 30.0
+"""Further time for a worker to upload weights that the servers lack (policy allreduce)."""
+
 log = get_logger(__name__)
 
 
@@ -333,8 +336,10 @@ class CoordinatorService:
     def _end_job(self) -> None:
         try:
             if self.is_over:
+                job = self._coordinator.job
+                self.executor.wait_until(lambda: not job.membership.current(), FAREWELL_SECONDS)
                 self.executor.wait_until(
-                    lambda: not self._coordinator.membership.current(), FAREWELL_SECONDS
+                    lambda: job.has_newest_weights or not job.membership.current(), UPLOAD_SECONDS
                 )
             self.not_saved = save_final_state(
                 self.job,
