@@ -179,6 +179,28 @@ def test_a_worker_that_is_to_leave_in_a_long_step_finishes_and_uploads(
     assert weights_of_servers(servers) == (4, worker.weights())
 
 
+def test_a_job_that_is_stopped_has_the_newest_weights(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers wait for the upload, which may take longer than a worker needs to leave."""
+    servers = cluster(2, policy="allreduce", data_dir=tmp_path, save=tmp_path / "file")
+    service = servers.servers[0].service
+    assert service is not None
+    worker = Worker(servers.address, 0)
+    worker.steps(3)
+    monkeypatch.setattr("psserver.coordinator.service.FAREWELL_SECONDS", 0.0)
+
+    service.stop("a test")
+    until(lambda: worker.job.stopping, "the end of the job")
+    with pytest.raises(SystemExit):
+        worker.job.session.check_stopping()
+    worker.job.close()
+
+    assert servers.servers[0].ended.wait(20)
+    assert service.not_saved == ""
+    assert load_file(tmp_path / "file")["weight"].tolist() == worker.weights()
+
+
 def leave_while_waiting(servers: Cluster) -> tuple[Worker, Worker]:
     """Return workers of version 2; the first gave up its third step, as the other made none."""
     first, other = together(*[partial(Worker, servers.address, rank) for rank in range(2)])

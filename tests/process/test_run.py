@@ -189,7 +189,7 @@ def test_a_killed_run_resumes_to_the_same_weights(programs: Programs, undisturbe
 def test_allreduce_resumes_to_the_same_weights_after_ctrl_c(programs: Programs) -> None:
     """The workers have the newest weights, and upload them when they are asked to leave."""
     flags = ("--policy", "allreduce", "--servers", 2, "--workers", 2, "--data-dir", "reducing")
-    whole = ("--data-dir", "reducing-whole", "--summary", "reducing-whole.json")
+    other = ("--data-dir", "reducing-again", "--summary", "reducing-again.json")
     end = ("--summary", "reducing.json")
     first = programs.start("ps-run", *flags, "train.py", STOP_AT="7")
     first.wait_for("stops at 7", times=2)
@@ -197,14 +197,14 @@ def test_allreduce_resumes_to_the_same_weights_after_ctrl_c(programs: Programs) 
     assert first.wait() == 130, first.output
 
     second = programs.run("ps-run", *flags, *end, "train.py")
-    undisturbed = programs.run("ps-run", *flags, *whole, "train.py")
+    undisturbed = programs.run("ps-run", *flags, *other, "train.py")
 
     assert second.wait() == 0, second.output
     assert second.out.count("starts at 7") == 2
     assert undisturbed.wait() == 0, undisturbed.output
     content = summary(programs, "reducing.json")
     assert (content["policy"], content["samples"]) == ("allreduce", 320)
-    expected = summary(programs, "reducing-whole.json")["weights_sha256"]
+    expected = summary(programs, "reducing-again.json")["weights_sha256"]
     assert content["weights_sha256"] == expected
 
 
