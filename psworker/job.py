@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import Treatment
 from pscommon.telemetry.logs import get_logger
 from psworker.core.protocols import JobClient
@@ -21,7 +22,7 @@ from psworker.data.random_state import script_seed
 from psworker.group.wrapped import Stage, data_place, unwrapped, weigh_by_samples
 from psworker.optim.optimizer import ServerOptimizer
 from psworker.optim.optimizer_set import DEFAULT_NAME, OptimizerSet, fast_forward
-from psworker.optim.served_model import StepStrategyName
+from psworker.optim.served_model import StepStrategyName, reduced
 from psworker.session.arguments import is_on
 from psworker.session.collectives import ScriptCollectives
 from psworker.session.drain import DrainedError, Stopping
@@ -139,7 +140,9 @@ class Job(JobFacts):
                 "and PS_OVERLAP"
             )
         strategy: StepStrategyName = "plain"
-        if pipeline and self.policy != "local":
+        if self.policy == ALLREDUCE:
+            strategy = reduced(bool(overlap or pipeline or name != DEFAULT_NAME))
+        elif pipeline and self.policy != "local":
             strategy = "pipelined"
         elif overlap:
             strategy = "overlapped"

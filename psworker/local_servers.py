@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pscommon.core.errors import PSError, UnreachableError, error_for
 from pscommon.core.exit_codes import ExitCode
+from pscommon.core.limits import check_policy
 from pscommon.security.credentials import own_servers
 from pscommon.security.tokens import Tokens, new_tokens, write_tokens
 from psworker.launch.orphan_guard import spawn
@@ -33,8 +34,9 @@ def local_servers(
 
     Raises:
         UnreachableError: A server does not start; the message has the end of its log.
-        InvalidRequestError: A server refuses its settings.
+        InvalidRequestError: A setting is wrong, or a server refuses it.
     """
+    check_policy(policy, staleness)  # tokens exclude policy allreduce
     flags = ["--policy", policy, "--min-workers", str(min_workers), "--log-format", "text"]
     if staleness is not None:
         flags += ["--staleness", str(staleness)]

@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from pscommon.core.errors import InvalidRequestError, PSError
+from pscommon.core.limits import check_policy
 from pscommon.system.thread_team import ALONE
 from pscommon.wire.frames import Frame, chunks, decode_response, encode_header
 from pscommon.wire.requests import (
@@ -322,6 +323,7 @@ def simulated(shards: int, workers: int, policy: str, staleness: int | None) -> 
         policy: sync, async or ssp.
         staleness: Bound of ssp, in steps; None for the other policies.
     """
+    check_policy(policy, staleness)  # workers that take turns cannot reduce
     config = ServerConfig(
         shards=shards,
         policy=policy,

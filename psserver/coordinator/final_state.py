@@ -10,6 +10,7 @@ from pscommon.snapshot import Manifest
 from pscommon.system.small_files import replace_file
 from pscommon.telemetry.logs import get_logger
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
+from psserver.core.job.job_state import JobState
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.snapshots import SnapshotManager
 from psserver.peers.final_weights import write_final_weights
@@ -44,8 +45,9 @@ def save_final_state(
     if not coordinator.job.begun or coordinator.job.model is None:
         return ""
     missing = directory.missing
-    problems = [lost_data_dir]
-    if snapshots.enabled:
+    lost_weights = _lost_weights(coordinator.job)
+    problems = [lost_data_dir, lost_weights]
+    if snapshots.enabled and not lost_weights:
         problem = f"a shard is missing: {missing}" if missing else scheduler.last()
         problems.append(_last_snapshot_problem(scheduler, snapshots, problem))
     if save is not None and missing:
@@ -54,7 +56,8 @@ def save_final_state(
         try:
             addresses = directory.addresses
             write_final_weights(engine.live, addresses, job, coordinator.job.model, save)
-            log.info("weights_written", file=str(save), version=engine.live.version)
+            version = engine.live.machine.weights_version
+            log.info("weights_written", file=str(save), version=version)
         except NotSavedError as error:
             problems.append(str(error))
     text = "; ".join(filter(None, problems))
@@ -64,6 +67,16 @@ def save_final_state(
         except OSError as error:
             log.warning("result_file_unwritable", problem=str(error))
     return text
+
+
+def _lost_weights(job: JobState) -> str:
+    """Return that the servers lack the newest weights; empty if they have them.
+
+    Workers that leave send theirs (policy allreduce): those that had the newest ones were lost.
+    """
+    if job.has_newest_weights:
+        return ""
+    return job.reduction.describe_loss(job.version)
 
 
 def _last_snapshot_problem(

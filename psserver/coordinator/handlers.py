@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 
 import grpc
 
@@ -14,6 +15,8 @@ from psserver.coordinator import heartbeats, worker_handlers
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.shard_stream import serve_shard
 from psserver.coordinator.status import describe
+from psserver.core.commands.worker_commands import AskForReduce
+from psserver.core.job.reduction import NO_WEIGHTS
 from psserver.process.handlers import Handlers, when_ended
 from psserver.waiting import Waiter
 
@@ -62,6 +65,52 @@ def stop_job(service: CoordinatorService, request: pb.StopJobRequest) -> pb.Stop
     return pb.StopJobResponse()
 
 
+async def reduce(
+    service: CoordinatorService, request: pb.ReduceRequest, waiter: Waiter
+) -> pb.ReduceResponse:
+    """Answer with a reduce round, with what it waits for, or whether a round is open."""
+    service.check_job(request.job)
+    if request.within:  # also answered while the server stops: a worker that leaves uploads
+        with service.executor.step(quiet=True) as (recorder, _):
+            reduction = recorder.coordinator.job.reduction
+            return pb.ReduceResponse(
+                open=reduction.open.number == request.within,
+                uploaded=reduction.uploaded,
+                generation=reduction.generation,
+            )
+    version = request.version if request.HasField("version") else NO_WEIGHTS
+    command = AskForReduce(
+        request.worker,
+        request.number,
+        version,
+        request.samples,
+        request.address,
+        request.groups_json,
+        request.is_partial,
+        request.completed,
+    )
+    found = await service.executor.until(
+        lambda recorder, now: recorder.do(command, now), request.wait_ms / 1000, waiter
+    )
+    if found is None:
+        service.check_goes_on()
+        service.first_workers.check()
+        return pb.ReduceResponse(waiting_for=service.waiting_for)
+    return pb.ReduceResponse(
+        kind=found.kind,
+        round=found.number,
+        group=found.group,
+        workers=found.workers,
+        samples=[each.samples for each in found.requests],
+        source=found.source,
+        address=found.requests[0].address if found.requests else "",
+        groups_json=min(found.requests, key=attrgetter("worker")).groups_json
+        if found.requests
+        else "",
+        is_partial=any(each.is_partial for each in found.requests),
+    )
+
+
 def link_shard(
     service: CoordinatorService,
     requests: Iterator[pb.LinkShardRequest],
@@ -93,6 +142,7 @@ _HANDLERS: dict[rows.AnyRequest, Callable[..., object]] = {
     rows.NEXT_BATCH: worker_handlers.next_batch,
     rows.RETURN_BATCHES: worker_handlers.return_batches,
     rows.COLLECTIVE: worker_handlers.collective,
+    rows.REDUCE: reduce,
     rows.REPORT_METRICS: heartbeats.report_metrics,
     rows.GET_HISTORY: heartbeats.get_history,
     rows.GET_STATUS: get_status,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pscommon.core.errors import MismatchError, PSError, UnreachableError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.partition import PartitionPlan
 from pscommon.snapshot import Manifest
 from pscommon.telemetry.logs import get_logger
@@ -47,6 +48,9 @@ FAREWELL_SECONDS = 2.0
 
 Workers ask once a second.
 """
+
+UPLOAD_SECONDS = 30.0
+"""Further time for a worker to upload weights that the servers lack (policy allreduce)."""
 
 log = get_logger(__name__)
 
@@ -249,6 +253,12 @@ class CoordinatorService:
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
     @property
+    def wants_weights(self) -> bool:
+        """Whether a worker waits for weights that only workers in other requests have."""
+        job = self._coordinator.job
+        return job.policy.name == ALLREDUCE and job.reduction.wants_weights(job.version)
+
+    @property
     def begun(self) -> bool:
         """Whether every shard has weights."""
         return self._coordinator.job.begun and not self.directory.missing
@@ -333,8 +343,10 @@ class CoordinatorService:
     def _end_job(self) -> None:
         try:
             if self.is_over:
+                job = self._coordinator.job
+                self.executor.wait_until(lambda: not job.membership.current(), FAREWELL_SECONDS)
                 self.executor.wait_until(
-                    lambda: not self._coordinator.membership.current(), FAREWELL_SECONDS
+                    lambda: job.has_newest_weights or not job.membership.current(), UPLOAD_SECONDS
                 )
             self.not_saved = save_final_state(
                 self.job,

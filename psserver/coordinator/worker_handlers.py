@@ -17,6 +17,7 @@ from pscommon.core.limits import (
 )
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.script_place import PassName
+from pscommon.optim import KINDS
 from pscommon.optim.specs import check_numbers, validate_model
 from pscommon.snapshot.tensor_file import RESERVED
 from pscommon.system.process_limits import usable_memory
@@ -36,7 +37,7 @@ from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.request_checks import check_memory
 from psserver.core.commands.waiting import MAX_NAMED_COUNT, waiting_for_call
 from psserver.core.commands.worker_commands import Join, Leave, Register
-from psserver.core.coordinator.admission import check_registration, push_nbytes
+from psserver.core.coordinator.admission import check_registration, largest_push_nbytes
 from psserver.core.coordinator.data_requests import BatchesReply
 from psserver.core.coordinator.registration import RegistrationReply
 from psserver.core.data.data_ledger import DataLedger
@@ -211,7 +212,8 @@ async def _register(
     executor, worker, spec = service.executor, command.worker, command.spec
     shards, asked = executor.coordinator.job.shards, time.monotonic()
     check_memory(spec, shards, usable_memory())
-    nbytes = push_nbytes(spec, shards)
+    states = max(len(KINDS[each.name].states) for each in spec.optimizers.values())
+    nbytes = largest_push_nbytes(executor.coordinator.job.policy, spec, shards, states)
 
     def ask(recorder: Recorder, now: float) -> RegistrationReply | None:
         coordinator = recorder.coordinator
@@ -326,7 +328,11 @@ async def next_batch(
     if batches is None:
         service.check_goes_on()
         service.first_workers.check()
-        return pb.NextBatchResponse(waiting_for=service.waiting_for, version=service.version)
+        return pb.NextBatchResponse(
+            waiting_for=service.waiting_for,
+            version=service.version,
+            weights_wanted=service.wants_weights,
+        )
     answer = pb.NextBatchResponse(
         numbers=batches.numbers,
         end=batches.end,
@@ -382,7 +388,9 @@ async def collective(
         service.first_workers.check()
         with service.executor.step(quiet=True) as (recorder, now):
             waiting = waiting_for_call(recorder.coordinator, command.key, now)
-        return pb.CollectiveResponse(waiting_for=waiting or service.waiting_for)
+        return pb.CollectiveResponse(
+            waiting_for=waiting or service.waiting_for, weights_wanted=service.wants_weights
+        )
     return pb.CollectiveResponse(
         done=True, values=result.values, json=result.text, version=service.version
     )

@@ -157,7 +157,13 @@ class ShardState:
                 initial = self.staged[PushKey(entry.worker, 0)].staging
                 self.loaded_store.set_initial_weights(initial)
             case SetBuffers():
-                self.loaded_store.set_buffers(self.staged[entry.key].staging)
+                staging = self.staged[entry.key].staging
+                if self.machine.staged[entry.key].upload:
+                    self.loaded_store.take_upload(staging)
+                else:
+                    self.loaded_store.set_buffers(staging)
+            case Apply() if self.machine.staged[entry.contributions[0].key].reduce_round:
+                pass  # the workers make this step
             case Apply():
                 optimizer = self.machine.staged[entry.contributions[0].key].optimizer
                 groups = self.groups_of(entry)

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from pscommon.core.errors import PSError
 from pscommon.core.formats import spoken_format
 from pscommon.optim.specs import Scalars, groups_to_json, scalars_from_json, scalars_to_json
+from pscommon.parameters.partition import raw
 from pscommon.wire.frames import FRAME_BYTES
 from psproto.v1 import standby_pb2 as pb
 from psserver.durability.coordinator_log import CoordinatorRecordKind as JobKind
 from psserver.durability.record_sink import RecordSource
 from psserver.durability.shard_log import base_record, model_record, push_record
 from psserver.durability.shard_state import ShardState
-from psserver.parameters.partition import raw
 from psserver.parameters.store import ParameterStore
 
 

@@ -25,6 +25,7 @@ from psserver.core.shard.state_machine import PushOutcome
 from psserver.exchange.push_receiver import OpenPushReceiver
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
+from psserver.parameters.uploads import check_upload
 from psserver.parameters.weight_reads import WeightRead
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine
@@ -147,6 +148,8 @@ class Exchange:
             header.base,
             batches_from_proto(header.batches),
             optimizer="" if header.initial else header.optimizer,
+            reduce_round=header.reduce_round,
+            upload=header.upload,
         )
 
     async def _allocate(self, io: ExchangeIO, seconds: float) -> Staging:
@@ -160,16 +163,19 @@ class Exchange:
             io,
         )
         store = live.require_store(header.shards)
+        if header.reduce_round:
+            return store.stage_nothing()
+        has_all = header.initial or header.upload
         if header.memory:
             buffers = traffic.shared_buffers.find(header)
-            return store.stage_worker_buffer(
-                buffers.gradients, header.absent, header.initial, parts
-            )
-        traffic.shared_buffers.check_network_allowed()
-        nbytes = store.nbytes if header.initial else store.step_nbytes
+            return store.stage_worker_buffer(buffers.gradients, header.absent, has_all, parts)
+        if not header.upload:  # it never comes through shared memory
+            traffic.shared_buffers.check_network_allowed()
+        nbytes = store.nbytes if has_all else store.step_nbytes
+        nbytes += sum(span.nbytes for part in parts if part.state for span in part.ranges)
         claim = await traffic.budget.take(header.worker, nbytes, seconds, io, is_push=True)
         try:
-            staging = store.allocate_staging(header.absent, header.initial, parts)
+            staging = store.allocate_staging(header.absent, has_all, parts)
         except BaseException:
             traffic.budget.release(claim)
             raise
@@ -200,13 +206,19 @@ class Exchange:
         if header.initial:
             return
         store = self._engine.live.require_store()
-        if not header.samples:
+        if not (header.samples or header.upload):
             if header.batches or store.has_gradients(staging):
                 raise InvalidRequestError("a push of no samples must have buffers only")
             return
-        store.check_optimizer(staging, header.optimizer)
+        if not (header.upload or header.reduce_round):
+            store.check_optimizer(staging, header.optimizer)
         if header.groups_json:
             staging.groups = store.parse_groups(header.groups_json, header.optimizer)
+        if header.upload:
+            settings, groups = store.settings(header.optimizer), staging.groups
+            used = groups.values if groups is not None else settings.groups
+            check_upload(settings, used, staging.states, header.state_json)
+            staging.state_json = header.state_json
 
     # ---- the answer ------------------------------------------------------------------------------
 

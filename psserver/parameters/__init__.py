@@ -1,11 +1,11 @@
-"""The arrays of one shard: staged gradients, averages, optimizer steps and weight reads."""
+"""The arrays of one shard: staged gradients, averages, updates and weight reads."""
 
 __all__ = [
     "finite_check",
     "frozen_shard",
-    "partition",
     "push_groups",
     "staging",
     "store",
+    "uploads",
     "weight_reads",
 ]

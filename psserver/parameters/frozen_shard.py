@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pscommon.core.partition import ByteRange
 from pscommon.optim.specs import Scalars, groups_to_json
-from psserver.parameters.partition import raw
+from pscommon.parameters.partition import raw
 from psserver.parameters.store import ParameterStore
 
 

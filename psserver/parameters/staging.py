@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.partition import ByteRange
+from pscommon.parameters.partition import RoleBuffers, ShardPartition, raw
 from pscommon.wire.push import Part
-from psserver.parameters.partition import RoleBuffers, ShardPartition
 from psserver.parameters.push_groups import PushGroups
 
 
@@ -37,9 +38,11 @@ class Staging:
         waits until the push is decided.
     views: writable bytes to fill one after another with received data; empty in a worker's memory.
     absent: trainable tensors (indices into the model) without a gradient in this push.
-    initial: whether these are initial weights.
+    initial: whether it has all weights, frozen ones too: the initial ones, or an upload.
+    states: bytes of the optimizer states of an upload, which lie like the trainable tensors.
     named_parts: the parts that its header names, in the order of its data; empty: none.
     groups: hyper-parameters sent with the push; None if there are none.
+    state_json: of an upload, the optimizer state with one number per tensor.
     claim: claim on the memory budget.
     partition: the partition of the model that the push is for.
     nbytes: bytes of the push.
@@ -63,15 +66,20 @@ class Staging:
         self.absent = absent
         self.initial = initial
         self.groups: PushGroups | None = None
+        self.state_json = ""
         self.claim: MemoryClaim | None = None
         self.partition = partition
         self.named_parts = tuple(parts)
-        self._parts = partition.parts(absent, initial)
+        self._ranges = partition.pushed_ranges(absent, initial)
+        self.states: dict[str, torch.Tensor] = {}
         if parts:
-            _check_parts(parts, self._parts)
-            self._parts = self.named_parts
+            named = tuple(span for part in parts if not part.state for span in part.ranges)
+            _check_ranges(named, self._ranges)
+            self._ranges = named
+            self._add_states(parts)
         self.views = self.contents if is_server_memory else []
-        self.nbytes = sum(span.nbytes for part in self._parts for span in part.ranges)
+        self.nbytes = sum(span.nbytes for span in self._ranges)
+        self.nbytes += sum(state.nbytes for state in self.states.values())
         self._gradients = (
             _find_single_dtype(partition, memory, absent)
             if is_server_memory and not parts
@@ -79,10 +87,22 @@ class Staging:
         )
         self._checked_count, self._finite = 0, True
 
+    def _add_states(self, parts: Sequence[Part]) -> None:
+        """Make room for the optimizer states of an upload, which follow the weights."""
+        trainable = self.partition.ranges["trainable"]
+        for part in parts:
+            if part.state in self.states or (self.states and not part.state):
+                raise InvalidRequestError(
+                    "the parts of an upload must be the weights, then each state once"
+                )
+            if part.state:
+                _check_ranges(part.ranges, [trainable])
+                self.states[part.state] = torch.empty(trainable.nbytes, dtype=torch.uint8)
+
     def close(self, absent: Collection[int]) -> None:
         """Set the absent tensors of a push that is complete. Errors as in StagingPool.allocate."""
         self.absent = _check_absent(self.partition, absent)
-        self._parts = self.partition.parts(self.absent, self.initial)
+        self._ranges = self.partition.pushed_ranges(self.absent, self.initial)
 
     @property
     def required_ranges(self) -> list[tuple[int, int]]:
@@ -130,13 +150,14 @@ class Staging:
     @property
     def contents(self) -> list[memoryview]:
         """The bytes of the parts, in the order of the data."""
-        raw = self.require_memory().raw
-        return [raw(span) for part in self._parts for span in part.ranges]
+        memory = self.require_memory()
+        states = [raw(state) for state in self.states.values() if len(state)]
+        return [*(memory.raw(span) for span in self._ranges), *states]
 
     def release(self) -> RoleBuffers | None:
         """Give up the memory. Return it at the first call, then None."""
         memory, self.memory = self.memory, None
-        self.views, self._gradients = [], None
+        self.views, self._gradients, self.states = [], None, {}
         return memory
 
 
@@ -150,10 +171,10 @@ def _check_absent(partition: ShardPartition, absent: Collection[int]) -> frozens
     return frozenset(absent)
 
 
-def _check_parts(named: Sequence[Part], expected: Sequence[Part]) -> None:
+def _check_ranges(named: Sequence[ByteRange], expected: Sequence[ByteRange]) -> None:
     """Check that named parts have the bytes of the expected ones, each byte once."""
-    found = sorted((span for part in named for span in part.ranges), reverse=True)
-    for start, stop in sorted(span for part in expected for span in part.ranges):
+    found = sorted(named, reverse=True)
+    for start, stop in sorted(expected):
         position = start
         while position < stop and found and position == found[-1].start < found[-1].stop <= stop:
             position = found.pop().stop

@@ -16,22 +16,19 @@ from pscommon.optim.specs import (
     all_groups_from_json,
     validate_model,
 )
-from pscommon.system.thread_team import ALONE, ThreadTeam
-from pscommon.wire.push import Part
-from psserver.parameters.finite_check import find_non_finite
-from psserver.parameters.gradient_mean import (
-    GradientMean,
-    mean_of_values,
-    scale_shares,
-    share_of_samples,
-)
-from psserver.parameters.optimizer import FlatOptimizer, StateReader
-from psserver.parameters.partition import (
+from pscommon.parameters.means import mean_of_values, scale_shares, share_of_samples
+from pscommon.parameters.optimizer import FlatOptimizer, StateReader
+from pscommon.parameters.partition import (
     RoleBuffers,
     ShardPartition,
     WorkerBuffer,
     raw,
 )
+from pscommon.parameters.state_images import StateImages, numbers_from_json
+from pscommon.system.thread_team import ALONE, ThreadTeam
+from pscommon.wire.push import Part
+from psserver.parameters.finite_check import find_non_finite
+from psserver.parameters.gradient_mean import GradientMean
 from psserver.parameters.push_groups import MAX_CACHED_TEXTS, parse_groups, read_groups
 from psserver.parameters.staging import Staging, StagingPool
 from psserver.parameters.weight_reads import WeightRead, WeightReads
@@ -130,6 +127,11 @@ class ParameterStore:
             parts=parts,
         )
 
+    def stage_nothing(self) -> Staging:
+        """Return the staging of a push without bytes (policy allreduce)."""
+        every = frozenset[int]().union(*self._trainable.values())
+        return Staging(self._partition, RoleBuffers({}, {}), every, is_server_memory=False)
+
     def check_optimizer(self, staging: Staging, name: str) -> None:
         """Raise InvalidRequestError if a push cannot be a step of this optimizer."""
         if name not in self._parts:
@@ -180,6 +182,19 @@ class ParameterStore:
         initial = staging.require_memory()
         for role in ROLES:
             self._weights[role].copy_(initial[role])
+
+    def take_upload(self, staging: Staging) -> None:
+        """Take the weights and the optimizer state that only workers had (policy allreduce)."""
+        self._reads.freeze()
+        self.set_initial_weights(staging)
+        (optimizer,) = self._optimizers.values()
+        if staging.groups is not None:
+            optimizer.groups = staging.groups.values
+        images = {name: raw(state) for name, state in staging.states.items()}
+        numbers = numbers_from_json(staging.state_json)
+        start = self._partition.ranges["trainable"].start
+        optimizer.restore(StateImages(images, numbers, start))
+        self._count_changes(frozenset())
 
     def set_buffers(self, staging: Staging) -> None:
         """Copy the buffers without an average from a staging."""

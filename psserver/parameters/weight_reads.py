@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from pscommon.core.partition import ByteRange
+from pscommon.parameters.partition import RoleBuffers, raw
 from pscommon.wire.frames import FRAME_BYTES, encode_data
-from psserver.parameters.partition import RoleBuffers, raw
 
 
 class WeightReads:

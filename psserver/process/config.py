@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.limits import check_policy
+from pscommon.core.limits import ALLREDUCE, check_allreduce, check_policy
 from pscommon.security.settings import SecuritySettings, check_exposure, security_settings
 from pscommon.settings.values import (
     BadGradients,
@@ -197,7 +197,12 @@ class ServerConfig:
                 )
 
     def _check_combinations(self) -> None:
-        check_policy(self.policy, self.staleness, self.backup_workers, self.global_batch)
+        if self.policy == ALLREDUCE:
+            tls, tokens = self.security.tls, self.security.token_file
+            given = {each.name: getattr(self, each.name) for each in fields(self)}
+            check_allreduce(tls_cert=tls.cert if tls else None, token_file=tokens, **given)
+        else:
+            check_policy(self.policy, self.staleness, self.backup_workers, self.global_batch)
         if host_and_port(self.bind)[0] in ALL_INTERFACES and not self.advertise:
             raise InvalidRequestError(
                 f"--bind {self.bind} listens on all interfaces: other processes need one address. "

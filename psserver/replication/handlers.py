@@ -13,6 +13,7 @@ import grpc
 
 from pscommon.core.errors import InvalidRequestError, MismatchError, UnreachableError
 from pscommon.core.formats import check_wire_format
+from pscommon.core.limits import ALLREDUCE
 from pscommon.wire.requests import PROMOTE, REPLICATE, STEP_DOWN
 from pscommon.wire.status import answering
 from psproto.v1 import standby_pb2 as pb
@@ -127,7 +128,7 @@ def check_standby(identity: ServerIdentity, hello: pb.ReplicateRequest) -> None:
     After a reshard, command lines may still contain an earlier number of shards.
 
     Raises:
-        MismatchError: It belongs to another one.
+        MismatchError: It belongs to another one, or the policy excludes standbys.
     """
     if hello.job:
         identity.check_job(hello.job)
@@ -136,3 +137,9 @@ def check_standby(identity: ServerIdentity, hello: pb.ReplicateRequest) -> None:
         mine = f"{identity.shard}/{identity.shards}"
         text = f"a standby of shard {hello.shard}/{hello.shards} cannot follow shard {mine}"
         raise MismatchError(text, "SHARD_MISMATCH")
+    if identity.policy == ALLREDUCE:  # the standby of shard 0 compares the settings
+        raise MismatchError(
+            "standby refused: under policy allreduce the workers have the weights. Try: policy "
+            "sync",
+            "SHARD_MISMATCH",
+        )

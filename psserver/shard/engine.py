@@ -374,6 +374,8 @@ def check_gradient(
 
     If the operator asked for it, NaN and Inf in gradients are replaced by zeros.
     """
+    if staged.reduce_round or staged.upload:
+        return staged  # it has no gradient
     tensor = store.find_non_finite(staging)
     if tensor and rules.mends and not staging.initial:
         replace_non_finite(staging)

@@ -124,7 +124,7 @@ class LiveShardState:
 
     @contextmanager
     def lock_weights(self, shards: int) -> Iterator[tuple[int, ParameterStore]]:
-        """Yield the version and the arrays; nothing is applied meanwhile.
+        """Yield the arrays and the version of their weights; nothing is applied meanwhile.
 
         shards: as in `check_shard_count`. Raises UnreachableError (NOT_READY) without weights.
         """
@@ -133,7 +133,7 @@ class LiveShardState:
             state = self.state
             if not state.machine.begun or state.store is None:
                 raise UnreachableError(f"shard {self.shard} has no weights yet", "NOT_READY")
-            yield state.machine.version, state.store
+            yield state.machine.weights_version, state.store
 
     def state_after(self, index: int) -> dict[str, Any] | None:
         """Return the machine's state if it has applied the entry at `index`, else None."""

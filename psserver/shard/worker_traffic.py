@@ -8,12 +8,12 @@ from typing import NamedTuple, Self
 import torch
 
 from pscommon.core.errors import InvalidRequestError, UnreachableError
+from pscommon.parameters.partition import WorkerBuffer
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NotSharedError, attach
 from pscommon.telemetry.logs import get_logger
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.durability.shard_state import ShardState
-from psserver.parameters.partition import WorkerBuffer
 from psserver.process.metrics import ServerMetrics
 from psserver.shard.goodput import Goodput
 from psserver.shard.memory_budget import MemoryBudget

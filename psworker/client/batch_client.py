@@ -84,6 +84,8 @@ class BatchClient:
                         version = answer.version
                         retry.restart()
                     retry.handle_wait(self._missing_source(loop) or answer.waiting_for)
+                if answer.weights_wanted:
+                    self._exchange.offer_weights()
                 wait_seconds = retry.next_wait_seconds()
             if retry is None:
                 return _lease(answer)

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Any, Never, Self
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import PartitionPlan
 from pscommon.settings.values import Lanes
@@ -208,6 +209,11 @@ class Client(WorkerClient):
         if self._has_made_last_push:
             raise DrainedError(
                 "this worker was asked to leave (client.stopping), and has made its last push"
+            )
+        if self.policy == ALLREDUCE:
+            raise InvalidRequestError(
+                "push refused: policy allreduce needs the torch optimizer of psworker.Job. "
+                "Try: policy sync"
             )
         given = self._gradients.check_gradients(grads)
         return given, self._gradients.absent(given)

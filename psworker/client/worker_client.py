@@ -18,6 +18,7 @@ from psworker.core.clock import Clock
 from psworker.core.group_place import ALONE, GroupPlace
 from psworker.core.results import CollectiveCall, CollectiveResult, StepProgress
 from psworker.exchange.model_exchange import ModelExchange
+from psworker.exchange.reduce_client import ReduceClient
 from psworker.session import metrics
 
 REJOIN_REASON = "comes back as a new worker"
@@ -31,12 +32,14 @@ class WorkerClient:
     Attributes:
         model: The job's model as flat buffers.
         data: Batches of the job's loops.
+        reduction: Requests of policy allreduce.
     """
 
     def __init__(self, connection: Connection, observes: bool, lanes: Lanes) -> None:
         self._connection = connection
         self.model = ModelExchange(connection, observes, lanes)
         self.data = BatchClient(connection, self.model)
+        self.reduction = ReduceClient(connection, self.model)
 
     @property
     def job(self) -> str:
@@ -55,7 +58,7 @@ class WorkerClient:
 
     @property
     def policy(self) -> str:
-        """The policy as of the last heartbeat: sync, async or ssp; empty for an observer."""
+        """The policy as of the last heartbeat, see `--policy`; empty for an observer."""
         return self._connection.membership.policy
 
     @property
@@ -172,6 +175,8 @@ class WorkerClient:
                 membership.require_version(answer.version)
                 values = dict(zip(call.values, answer.values, strict=True))
                 return CollectiveResult(values, answer.json, answer.version)
+            if answer.weights_wanted:
+                self.model.offer_weights()
             try:
                 retry.handle_wait(answer.waiting_for)
             except WaitTimeoutError as error:

@@ -292,7 +292,7 @@ class Connection:
             check=check,
             unanswered=drain.unanswered,
             hurry=lambda: membership.stopping,
-            deadline=lambda: drain.deadline,
+            deadline=lambda: drain.wait_deadline,
             waits=self._waits,
         )
 

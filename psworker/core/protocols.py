@@ -3,7 +3,8 @@
 `psworker.Client` implements them over the network, `LocalClient` without servers.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from pscommon.core.data_stream import Spec
@@ -13,7 +14,15 @@ from pscommon.core.partition import PartitionPlan
 from pscommon.core.script_place import PassName, ScriptPlace
 from psworker.core.clock import Clock
 from psworker.core.group_place import GroupPlace
-from psworker.core.results import CollectiveCall, CollectiveResult, Lease, PushResult, StepProgress
+from psworker.core.results import (
+    CollectiveCall,
+    CollectiveResult,
+    Lease,
+    PushResult,
+    ReduceAnswer,
+    StepProgress,
+    StoredState,
+)
 
 
 class BegunPush(Protocol):
@@ -84,6 +93,51 @@ class JobModel(Protocol):
     def each_rank(self, flag: bool) -> Sequence[bool]:
         """Return what each rank of this worker's group passes, by rank."""
         ...
+
+
+class ReducedModel(JobModel, Protocol):
+    """The job's model under policy allreduce."""
+
+    def exchange(
+        self,
+        *,
+        gradients: memoryview | None,
+        weights: memoryview | None,
+        absent: Collection[int] = (),
+        samples: int = 1,
+        batches: Sequence[BatchKey] = (),
+        groups_json: str = "",
+        base: int | None = None,
+        optimizer: str = "",
+        reduce_round: int = 0,
+        states: Mapping[str, memoryview] | None = None,
+        state_json: str = "",
+    ) -> PushResult: ...
+    def offer_with(self, offer: Callable[[], None]) -> None: ...
+
+
+class ReduceRequests(Protocol):
+    """Requests of policy allreduce; `ReduceClient` documents the methods."""
+
+    @property
+    def worker(self) -> int: ...
+    @property
+    def own_host(self) -> str: ...
+    def ask(
+        self,
+        version: int | None,
+        samples: int,
+        address: str,
+        groups_json: str = "",
+        is_partial: bool = False,
+        completed: int = 0,
+    ) -> ReduceAnswer: ...
+    def is_open(self, number: int) -> bool: ...
+    def uploaded_version(self) -> int: ...
+    def finishing(self) -> AbstractContextManager[None]: ...
+    def generation(self) -> int: ...
+    def set_version(self, version: int) -> None: ...
+    def download(self, weights: memoryview) -> StoredState: ...
 
 
 class JobData(Protocol):
@@ -157,3 +211,19 @@ class JobClient(JobInfo, Protocol):
     def retire(self, reason: str = "") -> None: ...
     def leave(self, reason: str = "") -> None: ...
     def close(self) -> None: ...
+
+
+class ReducingClient(JobClient, Protocol):
+    """The client of a job with policy allreduce.
+
+    Attributes:
+        plan: Partition of the model's bytes.
+        reduction: The requests of this policy.
+    """
+
+    @property
+    def model(self) -> ReducedModel: ...
+    @property
+    def plan(self) -> PartitionPlan: ...
+    @property
+    def reduction(self) -> ReduceRequests: ...

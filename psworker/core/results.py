@@ -98,6 +98,53 @@ class CollectiveResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceAnswer:
+    """What workers do together under policy allreduce.
+
+    Attributes:
+        kind: "none": this worker has the newest weights. "download": the servers have them.
+            "gradients": reduce gradients. "weights": `source` sends its weights to the others.
+            "upload": `source` sends them to the servers.
+        number: Number of the round.
+        group: Number of the process group.
+        workers, samples: The workers of the group, in order, and the weights of their gradients.
+        source: Number of a worker.
+        address: HOST:PORT of the first worker's store.
+        groups_json: Hyper-parameters that count for all.
+        is_partial: A worker has tensors without a gradient.
+    """
+
+    kind: str
+    number: int = 0
+    group: int = 0
+    workers: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    source: int = 0
+    address: str = ""
+    groups_json: str = ""
+    is_partial: bool = False
+
+
+@dataclass(slots=True)
+class StoredState:
+    """Weights and optimizer state of the servers.
+
+    Attributes:
+        version: Their version.
+        states: The bytes of each optimizer state, in place of the whole flat buffer.
+        groups_json: Hyper-parameters of the groups.
+        steps: Steps of each tensor.
+        scalars: State with one number per tensor, by name and index of the tensor.
+    """
+
+    version: int
+    states: dict[str, bytearray] = field(default_factory=dict)
+    groups_json: str = ""
+    steps: dict[int, int] = field(default_factory=dict)
+    scalars: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Batches of a loop that this worker has leased.
 

@@ -7,6 +7,7 @@ from functools import partial
 from pscommon.core.errors import LayoutError
 from pscommon.core.partition import PartitionPlan
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import worker_spans
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.connection import Connection
 from psworker.connection.retry import RetryDeadline
@@ -49,6 +50,7 @@ class AllShards:
         """
         connection, buffers = self.connection, self.buffers
         retry: RetryDeadline | None = None
+        worker_spans.open_push(connection.membership.worker, header.seq)
         while True:
             if buffers.is_to_be_offered:
                 self.offer_memory()

@@ -18,6 +18,7 @@ from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import NoSharedMemoryError, SharedRegion
 from pscommon.telemetry.logs import get_logger
 from pscommon.wire.frames import Filler
+from pscommon.wire.push import parts_to_proto
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.connection.membership import WorkerMembership
 from psworker.exchange.shard_exchange import ShardExchange
@@ -126,7 +127,8 @@ class ClientBuffers:
 
     def copy_in(self, transfer: ShardTransfer) -> None:
         """Copy the gradients of attached shards to shared memory, unless they are there already."""
-        if transfer.gradients is not None and transfer.gradients is not self.gradients:
+        is_here = transfer.gradients is None or transfer.gradients is self.gradients
+        if not is_here and transfer.states is None:
             inner = ShardTransfer(
                 transfer.plan, self.gradients, None, transfer.absent, transfer.everything
             )
@@ -149,6 +151,9 @@ class ClientBuffers:
             own = ps.PushPullHeader()
             own.CopyFrom(header)
             own.memory = self.number if shard in self.shards else 0
+            if transfer.states is not None:  # optimizer state has no shared memory
+                own.memory = 0
+                own.parts.extend(parts_to_proto(transfer.named_parts(shard)))
             if versions is not None:
                 own.have = versions[shard]
             found.append(own)

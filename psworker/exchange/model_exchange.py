@@ -1,7 +1,7 @@
 """A worker's view of the job's model: registration, initial upload, pushes and pulls."""
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from pscommon.core.errors import (
@@ -28,7 +28,7 @@ from psworker.exchange.all_shards import AllShards
 from psworker.exchange.client_buffers import LANES
 from psworker.exchange.open_push import BufferedPush, OpenPush
 from psworker.exchange.shard_exchange import SentBefore
-from psworker.exchange.transfer import ExchangeBuffer, ShardTransfer, digest_of
+from psworker.exchange.transfer import EmptyTransfer, ExchangeBuffer, ShardTransfer, digest_of
 from psworker.session.arguments import check_integer
 
 MAX_LOST_MEMBERSHIPS = 5
@@ -46,11 +46,13 @@ class ModelExchange:
     Attributes:
         lock: Serializes the calls of several threads.
         groups_json: The optimizer's parameter groups when the model was registered.
+        offer_weights: See `offer_with`.
     """
 
     def __init__(self, connection: Connection, observes: bool, lanes: Lanes) -> None:
         self.lock = threading.RLock()
         self.groups_json = ""
+        self.offer_weights: Callable[[], None] = lambda: None
         self._connection = connection
         self._observes = observes
         self._lanes: Lanes = "grpc" if observes else lanes
@@ -79,6 +81,12 @@ class ModelExchange:
         Empty in a job with one optimizer.
         """
         return self._connection.membership.update_counts
+
+    def offer_with(self, offer: Callable[[], None]) -> None:
+        """Set what is called while a request waits, if another worker waits for the weights that
+        this one has (policy allreduce).
+        """
+        self.offer_weights = offer
 
     def agree(self, spec: ModelSpec | None) -> PartitionPlan:
         """Register the model and return its partition, in the job's order of tensors.
@@ -255,6 +263,9 @@ class ModelExchange:
         groups_json: str = "",
         base: int | None = None,
         optimizer: str = "",
+        reduce_round: int = 0,
+        states: Mapping[str, memoryview] | None = None,
+        state_json: str = "",
     ) -> PushResult:
         """Push, pull, or both.
 
@@ -272,6 +283,9 @@ class ModelExchange:
             base: Version that the gradient was computed from; None: the last pulled version.
             optimizer: Name of the optimizer whose step this is. `absent` has the trainable
                 tensors of the others.
+            reduce_round: Number of a reduce round: the push has no bytes.
+            states, state_json: Of an upload, the optimizer state as in ShardTransfer and
+                PushPullHeader; `gradients` has the weights.
 
         Returns:
             The outcome of the push; "none" without a push.
@@ -281,6 +295,10 @@ class ModelExchange:
             self.check_idle()
             shards = self.shards
             transfer = shards.buffers.transfer(shards.plan, gradients, weights, absent)
+            if reduce_round:
+                transfer = EmptyTransfer(shards.plan, gradients)
+            elif states is not None:
+                transfer = ShardTransfer(shards.plan, gradients, everything=True, states=states)
             if gradients is None:
                 return shards.record(*shards.run(transfer, ps.PushPullHeader(pull=pull)))
             if self._observes:
@@ -291,13 +309,15 @@ class ModelExchange:
                 absent=sorted(absent),
                 groups_json=groups_json,
                 optimizer=optimizer,
+                reduce_round=reduce_round,
+                upload=states is not None,
+                state_json=state_json,
             )
             content = header.SerializeToString(deterministic=True)
             # A push whose content is that of the last push, of unknown outcome, gets its number.
             pushes = self._connection.membership.pushes
             digest = digest_of(transfer, content) if pushes.in_doubt else b""
             header.seq, repeats = pushes.open(digest)
-            worker_spans.open_push(self._connection.membership.worker, header.seq)
             header.pull, header.base = pull, shards.version if base is None else base
             try:
                 sent = SentBefore.EARLIER if repeats else SentBefore.NEVER

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.partition import ByteRange, PartitionPlan
+from pscommon.wire.push import Part
 from psproto.v1 import parameter_server_pb2 as ps
 from psworker.core.results import Status
 
@@ -90,6 +91,8 @@ class ShardTransfer:
         weights: Writable bytes to receive into, plan.nbytes of them; None: no pull.
         absent: Indices of trainable tensors whose bytes are not sent.
         everything: Transfer frozen tensors as well.
+        states: Of an upload, the bytes of each optimizer state, which lie like the trainable
+            tensors; None: it is no upload.
 
     Raises:
         InvalidRequestError: A buffer or an index does not fit the model.
@@ -100,6 +103,7 @@ class ShardTransfer:
     weights: ExchangeBuffer | None = None
     absent: frozenset[int] = frozenset()
     everything: bool = False
+    states: Mapping[str, memoryview] | None = None
 
     def __post_init__(self) -> None:
         if self.gradients is None and self.weights is None:
@@ -144,7 +148,23 @@ class ShardTransfer:
 
     def sent(self, shard: int) -> list[memoryview]:
         """Return the bytes to send to the shard; empty without a push."""
-        return _cut(self.gradients, self.outgoing(shard)) if self.gradients is not None else []
+        if self.gradients is None:
+            return []
+        found = _cut(self.gradients, self.outgoing(shard))
+        for state in (self.states or {}).values():
+            found += _cut(state, [self.plan.range(shard, "trainable")])
+        return found
+
+    def named_parts(self, shard: int) -> Sequence[Part]:
+        """Return the parts of an upload, in the order of `sent`."""
+        if self.states is None:
+            return ()
+        weights, trainable = (
+            tuple(span for span in spans if span.nbytes)
+            for spans in (self.outgoing(shard), [self.plan.range(shard, "trainable")])
+        )
+        states = (Part(trainable, ps.TARGET_STATE, state=name) for name in self.states)
+        return [Part(weights), *states]
 
     def received(self, shard: int, unchanged: Collection[int] = ()) -> list[memoryview]:
         """Return the memory for the shard's bytes; empty without a pull."""
@@ -170,6 +190,13 @@ class ShardTransfer:
         yield self.plan.range(shard, "buffer")
         if self.everything:
             yield self.plan.range(shard, "frozen")
+
+
+class EmptyTransfer(ShardTransfer):
+    """A push without bytes."""
+
+    def outgoing(self, shard: int) -> list[ByteRange]:
+        return []
 
 
 def digest_of(transfer: ShardTransfer, content: bytes) -> bytes:

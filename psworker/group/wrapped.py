@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.core.limits import ALLREDUCE
 from psworker.core.group_place import GroupPlace
 from psworker.core.protocols import JobClient
 from psworker.group.boxes import different_data
@@ -60,7 +61,8 @@ def unwrapped(
 
     Raises:
         InvalidRequestError: This process is in no group, so torch would average over workers; or
-            the group has models of kinds that exclude each other, or overlapping steps.
+            the group has models of kinds that exclude each other, or overlapping steps,
+            or the policy is allreduce.
     """
     if overlaps and isinstance(client, GroupClient):
         raise InvalidRequestError(
@@ -71,6 +73,10 @@ def unwrapped(
         raise InvalidRequestError(
             f"job.optimizer failed: {type(model).__name__} is no model. Try: a torch module, or a "
             "pipeline stage; a rank has one stage"
+        )
+    if client.policy == ALLREDUCE and isinstance(client, GroupClient):
+        raise InvalidRequestError(
+            "policy allreduce excludes groups: its workers are single processes. Try: policy sync"
         )
     stage = None if isinstance(model, nn.Module) else model
     network = model if isinstance(model, nn.Module) else model.submod

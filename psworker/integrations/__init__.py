@@ -25,7 +25,7 @@ def steps_before(job: "Job", since: int = 0) -> int:
     since: The job's version before the first step that counts.
     """
     updates = max(0, job.first_version - since)
-    return updates // (1 if job.policy in ("sync", "local") else max(1, job.workers))
+    return updates // (1 if job.policy in ("sync", "allreduce", "local") else max(1, job.workers))
 
 
 def check_device(job: "Job", device: "torch.device", framework: str) -> None:

@@ -36,7 +36,7 @@ class TrainingPasses:
     @property
     def counts_updates(self) -> bool:
         """Whether each step of a worker is an update of the job."""
-        return self.job.policy in ("sync", "local")
+        return self.job.policy in ("sync", "allreduce", "local")
 
     @property
     def skipped(self) -> bool:

@@ -66,6 +66,7 @@ class ModelAdapter:
         moving: Byte range that travels with every step.
         buffer_range: Byte range of the buffers.
         changes: Detector of in-place changes by the script.
+        check_registered: See `registration_check`; set by `attach`.
 
     Raises:
         InvalidRequestError: The servers cannot train this model.
@@ -120,7 +121,7 @@ class ModelAdapter:
             for owner, key in zip(self._owners, self._keys, strict=True)
         ]
         named = {name: self._tensors[name] for name in self.trainable.names}
-        self._check_registered = registration_check(self._model, named)
+        self.check_registered = registration_check(self._model, named)
         self.weights.to_host([self._all_bytes]).synchronize()
         trainable, members = self.trainable, self.spec.trainable_of()
         self._members = {
@@ -160,7 +161,7 @@ class ModelAdapter:
         Returns:
             Spec indices of the trainable tensors of which no gradient is copied.
         """
-        self._check_registered()
+        self.check_registered()
         own = self._members.get(optimizer)
         if len(self.trainable.tensors) >= THREADED_TENSOR_COUNT:
             grads = self._gather_many(own)

@@ -23,15 +23,27 @@ from psworker.session.drain import DrainedError
 from psworker.session.session import Session
 from psworker.steps.overlapped_step import OverlappedStep
 from psworker.steps.pipelined_step import PipelinedStep
+from psworker.steps.reduced_step import ReducedStep
 from psworker.steps.step import Adapter, PlainStep, Push, StepContext
 
-StepStrategyName = Literal["plain", "overlapped", "pipelined"]
+StepStrategyName = Literal["plain", "overlapped", "pipelined", "reduced"]
 
 STEP_STRATEGIES: Mapping[StepStrategyName, type[PlainStep]] = {
     "plain": PlainStep,
     "overlapped": OverlappedStep,
     "pipelined": PipelinedStep,
+    "reduced": ReducedStep,
 }
+
+
+def reduced(has_excluded: bool) -> StepStrategyName:
+    """Return the strategy of policy allreduce; refuse what it excludes."""
+    if has_excluded:
+        raise InvalidRequestError(
+            "policy allreduce excludes overlap, pipeline and named optimizers. Try: leave them "
+            "out, or policy sync"
+        )
+    return "reduced"
 
 
 class SteppingOptimizer(Protocol):
@@ -57,7 +69,7 @@ class ServedModel:
         adapter: The model's flat buffers.
         strategy: How steps reach the servers.
         result: Outcome of the last step that was decided; None before the first.
-        first_version: The job's version at the registration.
+        first_version: The job's version when the model first had its weights.
         update_counts: Number of updates of each optimizer then; empty with one optimizer.
     """
 
@@ -74,10 +86,11 @@ class ServedModel:
         self._session, self._optimizers = session, optimizers
         model, strategy_class = session.client.model, STEP_STRATEGIES[strategy]
         plan = session.with_rejoin(lambda: model.agree(adapter.spec))
-        adapter.attach(plan, model.flat_buffers(), double_buffered=strategy_class.is_deferred)
+        is_apart = strategy_class.is_deferred or strategy_class.is_double_buffered
+        adapter.attach(plan, model.flat_buffers(), double_buffered=is_apart)
         session.with_rejoin(lambda: model.start(adapter.weights.memory))
         adapter.scatter(everything=True)
-        self.first_version, self.update_counts = model.version, dict(model.update_counts)
+        self.update_counts = dict(model.update_counts)
         self.strategy = strategy_class(
             StepContext(
                 adapter,
@@ -87,8 +100,17 @@ class ServedModel:
                 self._rejoin_in_forward,
                 self.wait,
                 lambda push, result: optimizers[push.optimizer].record_outcome(push, result),
+                lambda: session.is_closed or session.stopping,
+                session.rejoin,
             )
         )
+        try:
+            with torch.no_grad():
+                session.with_rejoin(self.strategy.begin)
+        except BaseException:
+            self.strategy.close()  # the script has no model that it could close
+            raise
+        self.first_version = self.strategy.version
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -103,10 +125,10 @@ class ServedModel:
             self.strategy.refresh(keeps_weights)
 
     @torch.no_grad()
-    def store_buffers(self) -> None:
-        """Send buffers without an average that the script has changed since its last step."""
+    def store_buffers(self, takes_changes: bool) -> None:
+        """Send what the servers lack, as PlainStep.store_buffers."""
         with self._session.rejoin_on_fence():
-            self.strategy.store_buffers()
+            self.strategy.store_buffers(takes_changes)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -143,7 +165,7 @@ class ServedModel:
         path = Path(file)
         if problem := why_no_file(path):
             raise InvalidRequestError(f"job.save({fspath(file)!r}) failed: {problem}")
-        plan, memory, newest = self._session.client.newest()
+        plan, memory, newest = self.strategy.newest()
         # names and order as this worker registered them: the servers may have registered the model
         # with an older release
         own = {tensor.name: tensor for tensor in self.adapter.spec.tensors}

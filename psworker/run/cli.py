@@ -12,7 +12,7 @@ import click
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
-from pscommon.core.limits import check_policy
+from pscommon.core.limits import ALLREDUCE, check_allreduce, check_policy
 from pscommon.entry import raise_on_ctrl_c
 from pscommon.security.credentials import read_credentials, use_credentials
 from pscommon.security.settings import check_exposure, security_settings
@@ -88,7 +88,7 @@ def start(
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
             chosen = frozenset(given(ctx))
-            if settings["token_file"] is None:
+            if settings["token_file"] is None and settings["policy"] != ALLREDUCE:
                 token_file, chosen = folder / "tokens", chosen | {"token_file"}
                 write_tokens(token_file, new_tokens(), {})
                 settings["token_file"] = token_file
@@ -132,7 +132,10 @@ def check(settings: dict[str, Any], script: Script) -> None:
     security = security_settings(settings)
     if settings["metrics_bind"] is not None:
         check_exposure("--metrics-bind", settings["metrics_bind"], security)
-    check_policy(settings["policy"], settings["staleness"])
+    if settings["policy"] == ALLREDUCE:
+        check_allreduce(**settings)
+    else:
+        check_policy(settings["policy"], settings["staleness"])
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
             f"`--min-workers {settings['min_workers']}` is more than `--workers "

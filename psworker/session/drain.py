@@ -4,7 +4,8 @@ import _thread
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from pscommon.core.errors import PSError
@@ -59,7 +60,7 @@ class Drain:
         self.deadline = math.inf
         self.given_up = False
         self._watch = watch
-        self._renewed = False
+        self._renewed = self._is_finishing = False
         self._now = clock.now
         self.pid = os.getpid()
 
@@ -79,10 +80,24 @@ class Drain:
         if self.deadline < math.inf and not self._renewed:
             self._renewed, self.deadline = True, self._now() + MAX_WAIT_SECONDS
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Context of a request that the deadline does not end: it waits for no computation."""
+        self._is_finishing = True
+        try:
+            yield
+        finally:
+            self._is_finishing = False
+
+    @property
+    def wait_deadline(self) -> float:
+        """Time of the clock from which `check` raises."""
+        return math.inf if self._is_finishing else self.deadline
+
     def check(self) -> None:
         """Raise DrainedError once the deadline has passed."""
         self.check_answered()
-        if self._now() >= self.deadline:
+        if self._now() >= self.wait_deadline:
             raise DrainedError(
                 f"asked to leave, this worker waited {MAX_WAIT_SECONDS:g} s more and now goes"
             )

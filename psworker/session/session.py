@@ -46,8 +46,12 @@ class TrainedModel(Protocol):
     def refresh(self, keeps_weights: bool) -> None:
         """Load what the job has newer; nothing if weights that the script has set are to stay."""
 
-    def store_buffers(self) -> None:
-        """Send buffers without an average that the script has changed since its last step."""
+    def store_buffers(self, takes_changes: bool) -> None:
+        """Send buffers without an average that the script has changed since its last step.
+
+        takes_changes: There are such changes that count. Otherwise only send weights that the
+            servers lack (policy allreduce).
+        """
 
     def wait(self) -> None:
         """Wait until no push is under way."""
@@ -80,7 +84,7 @@ class JobFacts:
 
     @property
     def policy(self) -> str:
-        """The policy of the servers: sync, async or ssp; "local" without servers."""
+        """The policy of the servers: sync, async, ssp or allreduce; "local" without servers."""
         return self.client.policy
 
     @property
@@ -214,9 +218,9 @@ class Session(JobFacts):
             self._store_buffers()
             self.enter(before)
 
-    def _store_buffers(self) -> None:
-        if self.model is not None and self.stats.steps:
-            self.model.store_buffers()
+    def _store_buffers(self, is_abandoned: bool = False) -> None:
+        if self.model is not None:
+            self.model.store_buffers(bool(self.stats.steps) and not is_abandoned)
 
     @contextmanager
     def running_loop(self, batches: LoopBatches, trains: bool) -> Iterator[None]:
@@ -300,9 +304,8 @@ class Session(JobFacts):
         if self._stop_reason:
             return
         self._stop_reason = reason
-        if not is_abandoned:
-            with suppress(PSError, Stopping):
-                self._store_buffers()
+        with suppress(PSError, Stopping):
+            self._store_buffers(is_abandoned)
         log.info("training_stopped", worker=self.client.worker, reason=reason)
         self._drop_membership(DrainedError(reason))
         if self.client.draining and not self.is_closed:

@@ -1,20 +1,23 @@
 """Steps: how the gradients of one reach the servers and the new weights come back."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from pscommon.core.errors import PSError
+from pscommon.core.errors import FencedError, PSError
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.model_spec import ModelSpec
 from pscommon.core.partition import PartitionPlan
+from pscommon.telemetry.logs import get_logger
 from pscommon.tracing.recorder import worker_spans
 from psworker.core.protocols import JobClient
 from psworker.core.results import PushResult
 from psworker.model.flat_buffer import FlatBuffer
+
+log = get_logger(__name__)
 
 
 class Adapter(Protocol):
@@ -75,6 +78,8 @@ class StepContext:
             body and rejoins the job; the model then has the job's weights.
         wait: Waits until no push is under way.
         record_outcome: Takes the outcome of a push that was decided after `push` returned.
+        is_closing: Returns whether the script makes no further step.
+        rejoin: Rejoins the job after the error of a lost membership.
     """
 
     adapter: Adapter
@@ -84,6 +89,8 @@ class StepContext:
     rejoin_in_forward: Callable[[], AbstractContextManager[None]]
     wait: Callable[[], None]
     record_outcome: Callable[[Push, PushResult], None]
+    is_closing: Callable[[], bool]
+    rejoin: Callable[[FencedError], None]
 
 
 class PlainStep:
@@ -93,15 +100,21 @@ class PlainStep:
 
     Attributes:
         is_deferred: `push` returns before the push is decided.
+        is_double_buffered: The client's weights are not those of the model.
         version: Version of the job whose buffers the model has.
     """
 
     is_deferred: ClassVar[bool] = False
+    is_double_buffered: ClassVar[bool] = False
 
     def __init__(self, context: StepContext) -> None:
         self._adapter = context.adapter
+        self._client, self._is_closing = context.client, context.is_closing
         self._model = context.client.model
         self.version = self._model.version
+
+    def begin(self) -> None:
+        """Get what a step needs beside the weights, once the model is registered."""
 
     def push(self, push: Push) -> PushResult | None:
         """Send the model's gradients; return the outcome, or None if it is not known yet."""
@@ -150,24 +163,44 @@ class PlainStep:
         if self.version == before:
             self._adapter.keep_buffers()
 
-    def store_buffers(self) -> None:
+    def store_buffers(self, takes_changes: bool) -> None:
         """Send buffers without an average that the script has changed since its last step.
 
         They make no update. Gradients that have left are dropped, and leave again.
+
+        takes_changes: Such changes count.
         """
+        if not takes_changes:
+            return
         self.settle()
         self.skip()
         if self._is_agreed(self._adapter.keeps_changes()):
             return  # buffers of other weights than the job's
         self._adapter.reattach()
         if self._is_agreed(self._adapter.gather_changed_buffers()):
-            self._model.exchange(
-                gradients=self._adapter.gradients.memory,
-                weights=None,
-                absent=frozenset(self._adapter.trainable_indices),
-                samples=0,
-                base=self.version,
-            )
+            with self._last_changes():
+                self._model.exchange(
+                    gradients=self._adapter.gradients.memory,
+                    weights=None,
+                    absent=frozenset(self._adapter.trainable_indices),
+                    samples=0,
+                    base=self.version,
+                )
+
+    @contextmanager
+    def _last_changes(self) -> Iterator[None]:
+        """Log it if the body fails to send what no later step will send."""
+        try:
+            yield
+        except PSError as error:
+            if self._is_closing():
+                worker, problem = self._client.worker, str(error)
+                log.warning("last_changes_not_stored", worker=worker, problem=problem)
+            raise
+
+    def newest(self) -> tuple[PartitionPlan, memoryview, int]:
+        """Return the job's newest weights, as JobClient.newest."""
+        return self._client.newest()
 
     def _is_agreed(self, own: bool) -> bool:
         """Return whether any rank of this worker's group finds it, so that all decide alike."""

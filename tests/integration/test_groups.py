@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from pscommon.core.errors import MismatchError
+from pscommon.core.errors import InvalidRequestError, MismatchError
 from psworker import Job
 from psworker.connection.membership import report_loss
 from tests.support.cluster import Cluster
@@ -246,3 +246,10 @@ def test_any_rank_saves_the_job(cluster: Callable[..., Cluster], tmp_path: Path)
     group(made.address, 0, 2, script)
     first, second = (load_file(tmp_path / f"{rank}.safetensors") for rank in range(2))
     assert_equal(second, first, 0)
+
+
+def test_policy_allreduce_refuses_groups(cluster: Callable[..., Cluster]) -> None:
+    made = cluster(policy="allreduce")
+
+    with pytest.raises(InvalidRequestError, match="excludes groups"):
+        group(made.address, 0, 2, partial(train, batch_size=BATCH))

@@ -18,6 +18,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "plain": {"overlap": False},
     "overlapped": {"overlap": True},
     "pipelined": {"pipeline": True},
+    "reduced": {},
 }
 
 
@@ -51,7 +52,7 @@ def test_few_modules_are_on_the_path_of_a_push(
     lanes: str,
     choice: str,
 ) -> None:
-    servers = cluster(shards, policy="async")
+    servers = cluster(shards, policy="allreduce" if choice == "reduced" else "async")
     with recorded_paths(monkeypatch) as paths:
         train(servers.addresses, lanes, width, **CHOICES[choice])
     found = pushes(paths, (STEP, HOOK))

@@ -49,6 +49,14 @@ def test_invalid_arguments_are_refused(given: dict[str, Any], message: str) -> N
         )
 
 
+def test_allreduce_is_refused() -> None:
+    """The servers of a training have tokens, and workers exchange gradients without any."""
+    training = DistributedTraining(policy="allreduce")
+
+    with pytest.raises(InvalidRequestError, match="policy 'allreduce' is not valid"):
+        training.train_distributed(nn.Linear(6, 2), DATA, nodes=1)
+
+
 def test_a_loss_that_uses_the_given_model_is_refused() -> None:
     """Its gradients would be in that module, while copies of it train without them."""
     model = nn.Linear(6, 2)

@@ -29,6 +29,7 @@ DIMENSIONLESS = frozenset(
             "WIRE_FORMAT",
             "NUMBERED",
             "NO_LOG",
+            "NO_WEIGHTS",
             "SAFE_START_NUMBER",
         ),
         *(

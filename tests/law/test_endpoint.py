@@ -55,6 +55,9 @@ ALLOWED = {
         "sock.connect",
     },
     "psworker.group.process_group": {"socket.create_server"},  # finds a free port for torch
+    "psworker.steps.process_groups": {"socket.create_server"},  # torch's store would listen on all
+    # a datagram socket without a datagram finds the address of this host
+    "psworker.exchange.reduce_client": {"probe.connect"},
     # it finds out why a connection fails, and needs contexts that no connection may use
     "pscommon.wire.tls_probe": {"context.wrap_socket", "socket.create_connection"},
 }

@@ -27,7 +27,10 @@ PURE = {
     "typing",
 }
 # numpy's seeded generator defines the order of a shuffle
-PURE_EXTRAS = {"pscommon.core.data_loop": {"numpy"}}
+PURE_EXTRAS = {
+    "pscommon.core.data_loop": {"numpy"},
+    "psworker.core.protocols": {"contextlib"},  # for a type
+}
 IMPURE_CALLS = {"open", "print", "input", "id"}
 
 # Modules in which each library may be imported, with their submodules. Other libraries may not be
@@ -36,17 +39,15 @@ WIRE = {"pscommon.tracing", "pscommon.wire", "psserver", "psworker"}
 NUMBERS = {  # the only modules with tensors; the client of psworker needs no framework
     "pscommon.optim",
     "pscommon.optim.specs",
+    "pscommon.parameters",
     "pscommon.snapshot",
     "psserver.app",
     "psserver.server",
     "psserver.durability.snapshots",
-    "psserver.parameters.optimizer",
     "psserver.parameters.finite_check",
     "psserver.shard.worker_traffic",
-    "psserver.parameters.gradient_mean",
     "psserver.parameters.staging",
     "psserver.parameters.store",
-    "psserver.parameters.partition",
     "psworker.optim",
     "psworker.model",
     "psworker.cli",

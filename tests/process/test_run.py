@@ -186,12 +186,38 @@ def test_a_killed_run_resumes_to_the_same_weights(programs: Programs, undisturbe
     )
 
 
-def test_a_killed_worker_is_restarted_and_each_batch_counts_once(programs: Programs) -> None:
+def test_allreduce_resumes_to_the_same_weights_after_ctrl_c(programs: Programs) -> None:
+    """The workers have the newest weights, and upload them when they are asked to leave."""
+    flags = ("--policy", "allreduce", "--servers", 2, "--workers", 2, "--data-dir", "reducing")
+    other = ("--data-dir", "reducing-again", "--summary", "reducing-again.json")
+    end = ("--summary", "reducing.json")
+    first = programs.start("ps-run", *flags, "train.py", STOP_AT="7")
+    first.wait_for("stops at 7", times=2)
+    first.send(signal.SIGINT)
+    assert first.wait() == 130, first.output
+
+    second = programs.run("ps-run", *flags, *end, "train.py")
+    undisturbed = programs.run("ps-run", *flags, *other, "train.py")
+
+    assert second.wait() == 0, second.output
+    assert second.out.count("starts at 7") == 2
+    assert undisturbed.wait() == 0, undisturbed.output
+    content = summary(programs, "reducing.json")
+    assert (content["policy"], content["samples"]) == ("allreduce", 320)
+    expected = summary(programs, "reducing-again.json")["weights_sha256"]
+    assert content["weights_sha256"] == expected
+
+
+@pytest.mark.parametrize("policy", ["sync", "allreduce"])
+def test_a_killed_worker_is_restarted_and_each_batch_counts_once(
+    programs: Programs, policy: str
+) -> None:
     """The worker is killed while it has a batch. Another worker gets that batch; its earlier pushes
     count.
     """
+    (programs.folder / "fallen").unlink(missing_ok=True)
     flags = ("--servers", 1, "--workers", 2, "--lease", "1s", "--summary", "killed.json")
-    run = programs.run("ps-run", *flags, "train.py", FALLS="yes")
+    run = programs.run("ps-run", "--policy", policy, *flags, "train.py", FALLS="yes")
 
     assert run.wait() == 0, run.output
     content = summary(programs, "killed.json")

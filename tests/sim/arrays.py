@@ -102,6 +102,9 @@ class SimStore:
     def set_initial_weights(self, staging: SimStaging) -> None:
         self.weights = list(staging.values)
 
+    def take_upload(self, staging: SimStaging) -> None:
+        self.weights = list(staging.values)
+
     def set_buffers(self, staging: SimStaging) -> None:
         check(not any(staging.values), "a push of buffers only has gradients {}", staging.values)
 

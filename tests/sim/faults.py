@@ -25,6 +25,7 @@ class WorkerFaults:
     rng: random.Random
     scenario: Scenario
     workers: list[SimWorker]
+    worker_class: type[SimWorker]
     pending_starts: int
     death_proofs: int
     now: float
@@ -93,7 +94,7 @@ class WorkerFaults:
 
     def start_worker(self, rank: int, attempt: int) -> None:
         self.pending_starts -= 1
-        self.workers.append(SimWorker(self, rank, attempt))
+        self.workers.append(self.worker_class(self, rank, attempt))
 
     def pause_worker(self) -> None:
         """Stop a worker's process for a while, sometimes for longer than its lease."""

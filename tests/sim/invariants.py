@@ -61,6 +61,10 @@ def check_update(apply: Apply, coordinator: CoordinatorMachine) -> list[list[int
         counted,
         active,
     )
+    if job_policy.name == "allreduce":
+        workers = [*coordinator.job.reduction.open.workers]
+        check(counted == workers, "version {} counts {} of {}", apply.version, counted, workers)
+        return []
     if job_policy.barrier:
         least = max(1, len(active) - job_policy.backup)
         first, *others = workers_of_round(coordinator, active)

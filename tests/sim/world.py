@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import ClassVar
 
 from pscommon.core.data_loop import LoopSpec
 from pscommon.core.errors import FencedError, MismatchError
@@ -82,6 +83,7 @@ class World(WorkerFaults, ServerFailures):
     pushes: dict[PushKey, Push] = field(default_factory=dict)
     collective_calls: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
     collective_results: dict[tuple[int, int], CollectiveValues] = field(default_factory=dict)
+    worker_class: ClassVar[type[SimWorker]] = SimWorker
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.scenario.seed * 7919 + 1)
@@ -110,7 +112,7 @@ class World(WorkerFaults, ServerFailures):
         self.shards = [self.new_shard(shard) for shard in range(self.shard_count)]
         for shard in self.shards:
             shard.follow(0)
-        self.workers = [SimWorker(self, rank) for rank in range(self.scenario.workers)]
+        self.workers = [self.worker_class(self, rank) for rank in range(self.scenario.workers)]
         self.tick()
         self.plan_faults()
 

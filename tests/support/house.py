@@ -12,6 +12,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.settings": of(pscommon="core"),
     "pscommon.system": of(pscommon="core"),
     "pscommon.optim": of(pscommon="core system"),
+    "pscommon.parameters": of(pscommon="core optim system"),
     "pscommon.snapshot": of(pscommon="core optim"),
     "pscommon.telemetry": set(),
     "pscommon.security": of(pscommon="core system telemetry"),
@@ -22,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.core.shard": of(pscommon="core"),
     "psserver.core.workers": of(pscommon="core"),
     "psserver.core.job": of(pscommon="core", psserver="core.data core.workers"),
-    "psserver.parameters": of(pscommon="core optim system wire"),
+    "psserver.parameters": of(pscommon="core optim parameters system wire"),
     "psserver.waiting": set(),
     "psserver.process": of(
         pscommon="core security settings snapshot system telemetry wire",
@@ -37,7 +38,9 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
     "psworker.launch": of(pscommon="core settings system telemetry", psworker="session"),
     "psworker.local_servers": of(pscommon="core security", psworker="launch"),
-    "psworker.steps": of(pscommon="core system tracing", psworker="core model session"),
+    "psworker.steps": of(
+        pscommon="core optim parameters system telemetry tracing", psworker="core model session"
+    ),
     "psworker.optim": of(
         pscommon="core optim snapshot system telemetry",
         psworker="core model session steps",
@@ -92,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
         psserver="core.commands core.coordinator core.shard",
     ),
     "psserver.durability": of(
-        pscommon="core optim snapshot system telemetry tracing wal wire",
+        pscommon="core optim parameters snapshot system telemetry tracing wal wire",
         psserver="core.commands core.coordinator core.job core.shard parameters process",
     ),
     "psserver.monitoring": of(
@@ -104,7 +107,7 @@ ALLOWED: dict[str, set[str]] = {
         psserver="core.commands core.coordinator core.shard durability parameters process waiting",
     ),
     "psserver.shard": of(
-        pscommon="core settings system telemetry tracing",
+        pscommon="core parameters settings system telemetry tracing",
         psserver="core.job core.shard durability parameters process waiting",
     ),
     "psserver.peers": of(

@@ -9,6 +9,10 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.errors import InvalidRequestError
 
 POLICIES = ("sync", "async", "ssp")
+"""The policies under which the servers make the steps."""
+
+ALLREDUCE = "allreduce"
+"""The policy under which workers keep the weights and reduce the gradients among themselves."""
 
 MAX_BATCHES_PER_REQUEST = 1024
 """Batches in one request for data."""
@@ -147,3 +151,42 @@ def check_policy(
             "--global-batch excludes --backup-workers: it needs all gradients of a round. "
             "Try: leave out one of them"
         )
+
+
+def check_allreduce(**settings: object) -> None:
+    """Check the other settings of a job with policy allreduce, by name of the field.
+
+    Its servers see no gradient and write no log: the workers have the weights.
+
+    Raises:
+        InvalidRequestError: A setting excludes the policy.
+    """
+    unseen, unsafe = "the servers see no gradient", "workers exchange gradients in plain text"
+    reasons = {
+        "staleness": "it has no bound",
+        "max_staleness": "its gradients are of the newest weights",
+        "backup_workers": "a sum needs the gradients of all workers",
+        "global_batch": "each worker reduces one gradient for a step",
+        "max_norm": unseen,
+        "quarantine_after": unseen,
+        "standby_of": "the workers have the weights",
+        "tls_cert": unsafe,
+        "token_file": unsafe,
+    }
+    for name, reason in reasons.items():
+        value = settings.get(name)
+        if value is not None and (value or name != "backup_workers"):  # its default is 0
+            raise InvalidRequestError(
+                f"policy allreduce excludes `--{name.replace('_', '-')} {value}`: "
+                f"{reason}. Try: policy sync"
+            )
+    for name, value, reason in (
+        ("bad_gradients", "clip", unseen),
+        ("bad_gradients", "skip", "a sum cannot leave out a gradient"),
+        ("durability", "log", "the log would lack the gradients"),
+    ):
+        if settings.get(name) == value:
+            raise InvalidRequestError(
+                f"policy allreduce excludes `--{name.replace('_', '-')} {value}`: {reason}. "
+                "Try: policy sync"
+            )

@@ -6,6 +6,7 @@ part of the push. So a gradient counts on all shards or on none, and version v i
 pushes everywhere.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +50,10 @@ class Staged:
     square_norm: sum of squares of this shard's part of the gradient; 0 if norms are not needed.
     mended: name of the tensor in which this shard replaced NaN or Inf by zeros, or empty.
     optimizer: name of the optimizer whose step this is; empty if the job has one without a name.
+    reduce_round: number of the reduce round whose sum its worker has (policy allreduce); 0: none.
+        The push has no bytes, and an update of it changes nothing on a shard.
+    upload: it has the weights of version `base` and the optimizer state, which only workers have
+        (policy allreduce), and no samples.
     """
 
     key: PushKey
@@ -59,6 +64,8 @@ class Staged:
     square_norm: float = 0.0
     mended: str = ""
     optimizer: str = ""
+    reduce_round: int = 0
+    upload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,8 @@ class Measure:
 @dataclass(frozen=True, slots=True)
 class SetBuffers:
     """Take the buffers without an average from a push of buffers only; the version stays.
+
+    Of an upload (Staged.upload), take the weights and the optimizer state.
 
     Such a buffer that a script changes after a step, like the weights of an averaged teacher,
     belongs to the version that the step has made.
@@ -201,3 +210,12 @@ class ShardReport:
     log_broken: bool = False
     is_resharding: bool = False
     measured: Measured | None = None
+
+
+NORM_EPSILON = 1e-6
+"""What torch adds to the norm."""
+
+
+def clip_factor(clip_norm: float, square_norm: float) -> float:
+    """Return the factor for a gradient of this sum of squares: torch's clip_coef, at most 1.0."""
+    return min(1.0, clip_norm / (math.sqrt(square_norm) + NORM_EPSILON))

@@ -2,7 +2,7 @@
 
 import click
 
-from pscommon.core.limits import POLICIES
+from pscommon.core.limits import ALLREDUCE, POLICIES
 from pscommon.settings import values
 from pscommon.settings.command import FAILOVER, JOB, LOCAL, PLACE, SNAPSHOTS, Option
 from pscommon.settings.values import (
@@ -84,9 +84,10 @@ POLICY = (
     Option(
         "--policy",
         section=JOB,
-        type=click.Choice(POLICIES),
+        type=click.Choice((*POLICIES, ALLREDUCE)),
         default="sync",
-        help="When pushes are applied: sync (in rounds), async (at once), ssp (bounded staleness).",
+        help="When pushes are applied: sync (in rounds), async (at once), ssp (bounded staleness), "
+        "allreduce (workers reduce gradients).",
     ),
     Option(
         "--staleness",

@@ -195,6 +195,8 @@ def staged_to_proto(staged: Staged) -> co.Staged:
         square_norm=staged.square_norm,
         mended=staged.mended,
         optimizer=staged.optimizer,
+        reduce_round=staged.reduce_round,
+        upload=staged.upload,
     )
 
 
@@ -208,6 +210,8 @@ def staged_from_proto(message: co.Staged) -> Staged:
         message.square_norm,
         message.mended,
         message.optimizer,
+        message.reduce_round,
+        message.upload,
     )
 
 

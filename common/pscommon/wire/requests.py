@@ -99,6 +99,7 @@ RETURN_BATCHES = Request(
 COLLECTIVE = Request(
     co.CollectiveRequest, co.CollectiveResponse, "worker", may_wait=True, may_repeat=True
 )
+REDUCE = Request(co.ReduceRequest, co.ReduceResponse, "worker", may_wait=True, may_repeat=True)
 REPORT_METRICS = Request(
     co.ReportMetricsRequest, co.ReportMetricsResponse, "worker", may_repeat=True
 )

@@ -757,6 +757,7 @@ class NextBatchResponse(google.protobuf.message.Message):
     SHARE_FIELD_NUMBER: builtins.int
     LOOP_FIELD_NUMBER: builtins.int
     FIRST_EPOCH_FIELD_NUMBER: builtins.int
+    WEIGHTS_WANTED_FIELD_NUMBER: builtins.int
     end: builtins.bool
     """the loop has no more batches"""
     waiting_for: builtins.str
@@ -770,6 +771,8 @@ class NextBatchResponse(google.protobuf.message.Message):
     loop: builtins.int
     """number of the pass in batches, and the first epoch of its shuffle; set with `place`"""
     first_epoch: builtins.int
+    weights_wanted: builtins.bool
+    """as in CollectiveResponse"""
     @property
     def numbers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -787,9 +790,10 @@ class NextBatchResponse(google.protobuf.message.Message):
         share: builtins.int = ...,
         loop: builtins.int | None = ...,
         first_epoch: builtins.int = ...,
+        weights_wanted: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_loop", b"_loop", "loop", b"loop"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_loop", b"_loop", "end", b"end", "first_epoch", b"first_epoch", "following", b"following", "loop", b"loop", "numbers", b"numbers", "share", b"share", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_loop", b"_loop", "end", b"end", "first_epoch", b"first_epoch", "following", b"following", "loop", b"loop", "numbers", b"numbers", "share", b"share", "version", b"version", "waiting_for", b"waiting_for", "weights_wanted", b"weights_wanted"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_loop", b"_loop"]) -> typing.Literal["loop"] | None: ...
 
 global___NextBatchResponse = NextBatchResponse
@@ -897,6 +901,7 @@ class CollectiveResponse(google.protobuf.message.Message):
     JSON_FIELD_NUMBER: builtins.int
     WAITING_FOR_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    WEIGHTS_WANTED_FIELD_NUMBER: builtins.int
     done: builtins.bool
     """there is a result; otherwise ask again"""
     json: builtins.str
@@ -905,6 +910,8 @@ class CollectiveResponse(google.protobuf.message.Message):
     """workers that the call waits for, as text for people"""
     version: builtins.int
     """version of the weights; a worker that waited pulls it"""
+    weights_wanted: builtins.bool
+    """policy allreduce: a worker waits for the weights that this one has; see ReduceRequest"""
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """all_reduce: means, in the order of the names"""
@@ -917,10 +924,135 @@ class CollectiveResponse(google.protobuf.message.Message):
         json: builtins.str = ...,
         waiting_for: builtins.str = ...,
         version: builtins.int = ...,
+        weights_wanted: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["done", b"done", "json", b"json", "values", b"values", "version", b"version", "waiting_for", b"waiting_for"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["done", b"done", "json", b"json", "values", b"values", "version", b"version", "waiting_for", b"waiting_for", "weights_wanted", b"weights_wanted"]) -> None: ...
 
 global___CollectiveResponse = CollectiveResponse
+
+@typing.final
+class ReduceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: builtins.int
+    WORKER_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    WAIT_MS_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
+    GROUPS_JSON_FIELD_NUMBER: builtins.int
+    IS_PARTIAL_FIELD_NUMBER: builtins.int
+    COMPLETED_FIELD_NUMBER: builtins.int
+    job: builtins.str
+    worker: builtins.int
+    number: builtins.int
+    """number of the request, from 1 on; a repetition has the same one"""
+    version: builtins.int
+    """version of the weights and the optimizer state that the worker has; absent: none"""
+    samples: builtins.int
+    """weight of its gradient; 0: it has none, and needs or offers weights"""
+    address: builtins.str
+    """HOST:PORT at which it serves a store of torch.distributed"""
+    wait_ms: builtins.int
+    within: builtins.int
+    """number of a round: the answer is only whether it is open, `uploaded` and `generation`"""
+    groups_json: builtins.str
+    """hyper-parameters of its optimizer's groups as JSON; those of the worker that joined first count"""
+    is_partial: builtins.bool
+    """some of its trainable tensors have no gradient"""
+    completed: builtins.int
+    """number of the round of kind weights that the worker has carried out last"""
+    def __init__(
+        self,
+        *,
+        job: builtins.str = ...,
+        worker: builtins.int = ...,
+        number: builtins.int = ...,
+        version: builtins.int | None = ...,
+        samples: builtins.int = ...,
+        address: builtins.str = ...,
+        wait_ms: builtins.int = ...,
+        within: builtins.int = ...,
+        groups_json: builtins.str = ...,
+        is_partial: builtins.bool = ...,
+        completed: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_version", b"_version", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_version", b"_version", "address", b"address", "completed", b"completed", "groups_json", b"groups_json", "is_partial", b"is_partial", "job", b"job", "number", b"number", "samples", b"samples", "version", b"version", "wait_ms", b"wait_ms", "within", b"within", "worker", b"worker"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_version", b"_version"]) -> typing.Literal["version"] | None: ...
+
+global___ReduceRequest = ReduceRequest
+
+@typing.final
+class ReduceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    WORKERS_FIELD_NUMBER: builtins.int
+    SAMPLES_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    WAITING_FOR_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    UPLOADED_FIELD_NUMBER: builtins.int
+    GROUPS_JSON_FIELD_NUMBER: builtins.int
+    IS_PARTIAL_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    kind: builtins.str
+    """none: the worker has the newest weights. download: the servers have them. gradients: reduce
+    gradients. weights: `source` sends its weights. upload: `source` sends them to the servers.
+    Empty: ask again
+    """
+    round: builtins.int
+    group: builtins.int
+    """number of the process group: one number means the same workers, and no failure before. Numbers
+    of rounds and groups are not repeated after a restart of the servers
+    """
+    source: builtins.int
+    address: builtins.str
+    """address of the first worker's store"""
+    waiting_for: builtins.str
+    """what the request waits for, as text for people"""
+    open: builtins.bool
+    """the round `within` is open"""
+    uploaded: builtins.int
+    """version of the weights that the servers have"""
+    groups_json: builtins.str
+    """of the worker that joined first"""
+    is_partial: builtins.bool
+    """a worker has tensors without a gradient"""
+    generation: builtins.int
+    """number of this start of the servers, for `within`"""
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """the workers of the round, in order, and the weights of their gradients"""
+
+    @property
+    def samples(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: builtins.str = ...,
+        round: builtins.int = ...,
+        group: builtins.int = ...,
+        workers: collections.abc.Iterable[builtins.int] | None = ...,
+        samples: collections.abc.Iterable[builtins.int] | None = ...,
+        source: builtins.int = ...,
+        address: builtins.str = ...,
+        waiting_for: builtins.str = ...,
+        open: builtins.bool = ...,
+        uploaded: builtins.int = ...,
+        groups_json: builtins.str = ...,
+        is_partial: builtins.bool = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "generation", b"generation", "group", b"group", "groups_json", b"groups_json", "is_partial", b"is_partial", "kind", b"kind", "open", b"open", "round", b"round", "samples", b"samples", "source", b"source", "uploaded", b"uploaded", "waiting_for", b"waiting_for", "workers", b"workers"]) -> None: ...
+
+global___ReduceResponse = ReduceResponse
 
 @typing.final
 class ReportMetricsRequest(google.protobuf.message.Message):
@@ -1595,6 +1727,8 @@ class Staged(google.protobuf.message.Message):
     SQUARE_NORM_FIELD_NUMBER: builtins.int
     MENDED_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
+    REDUCE_ROUND_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
     samples: builtins.int
     base: builtins.int
     problem: builtins.str
@@ -1604,6 +1738,8 @@ class Staged(google.protobuf.message.Message):
     """tensor in which this shard replaced NaN and Inf by zeros; empty: none"""
     optimizer: builtins.str
     """as in PushPullHeader"""
+    reduce_round: builtins.int
+    upload: builtins.bool
     @property
     def key(self) -> global___PushKey: ...
     @property
@@ -1619,9 +1755,11 @@ class Staged(google.protobuf.message.Message):
         square_norm: builtins.float = ...,
         mended: builtins.str = ...,
         optimizer: builtins.str = ...,
+        reduce_round: builtins.int = ...,
+        upload: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["key", b"key"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "optimizer", b"optimizer", "problem", b"problem", "samples", b"samples", "square_norm", b"square_norm"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "batches", b"batches", "key", b"key", "mended", b"mended", "optimizer", b"optimizer", "problem", b"problem", "reduce_round", b"reduce_round", "samples", b"samples", "square_norm", b"square_norm", "upload", b"upload"]) -> None: ...
 
 global___Staged = Staged
 

@@ -75,6 +75,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.FromString,
                 _registered_method=True)
+        self.Reduce = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/Reduce',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReduceRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReduceResponse.FromString,
+                _registered_method=True)
         self.ReportMetrics = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/ReportMetrics',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.ReportMetricsRequest.SerializeToString,
@@ -193,6 +198,14 @@ class CoordinatorServiceServicer(object):
         """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
         belong together. While other workers are missing, the answer after wait_ms names them, and the
         worker asks again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reduce(self, request, context):
+        """Asks for a reduce round (policy allreduce). While other workers are missing, the answer after
+        wait_ms names them, and the worker asks again with the same number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -321,6 +334,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Collective,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.SerializeToString,
+            ),
+            'Reduce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reduce,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ReduceRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.ReduceResponse.SerializeToString,
             ),
             'ReportMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportMetrics,
@@ -595,6 +613,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/Collective',
             psproto_dot_v1_dot_coordinator__pb2.CollectiveRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.CollectiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reduce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/Reduce',
+            psproto_dot_v1_dot_coordinator__pb2.ReduceRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.ReduceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,6 +78,14 @@ class CoordinatorServiceStub:
     worker asks again.
     """
 
+    Reduce: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReduceRequest,
+        psproto.v1.coordinator_pb2.ReduceResponse,
+    ]
+    """Asks for a reduce round (policy allreduce). While other workers are missing, the answer after
+    wait_ms names them, and the worker asks again with the same number.
+    """
+
     ReportMetrics: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.ReportMetricsRequest,
         psproto.v1.coordinator_pb2.ReportMetricsResponse,
@@ -208,6 +216,14 @@ class CoordinatorServiceAsyncStub:
     """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
     belong together. While other workers are missing, the answer after wait_ms names them, and the
     worker asks again.
+    """
+
+    Reduce: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ReduceRequest,
+        psproto.v1.coordinator_pb2.ReduceResponse,
+    ]
+    """Asks for a reduce round (policy allreduce). While other workers are missing, the answer after
+    wait_ms names them, and the worker asks again with the same number.
     """
 
     ReportMetrics: grpc.aio.UnaryUnaryMultiCallable[
@@ -356,6 +372,16 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         """Makes a collective call: a barrier, a mean or a broadcast of small values. Calls of one number
         belong together. While other workers are missing, the answer after wait_ms names them, and the
         worker asks again.
+        """
+
+    @abc.abstractmethod
+    def Reduce(
+        self,
+        request: psproto.v1.coordinator_pb2.ReduceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.ReduceResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ReduceResponse]]:
+        """Asks for a reduce round (policy allreduce). While other workers are missing, the answer after
+        wait_ms names them, and the worker asks again with the same number.
         """
 
     @abc.abstractmethod

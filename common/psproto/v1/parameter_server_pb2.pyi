@@ -28,12 +28,16 @@ class _TargetEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     TARGET_UNSPECIFIED: _Target.ValueType  # 0
     TARGET_MODEL: _Target.ValueType  # 1
     """the flat buffer of the model"""
+    TARGET_STATE: _Target.ValueType  # 2
+    """an optimizer state, which lies like the trainable tensors in the flat buffer"""
 
 class Target(_Target, metaclass=_TargetEnumTypeWrapper): ...
 
 TARGET_UNSPECIFIED: Target.ValueType  # 0
 TARGET_MODEL: Target.ValueType  # 1
 """the flat buffer of the model"""
+TARGET_STATE: Target.ValueType  # 2
+"""an optimizer state, which lies like the trainable tensors in the flat buffer"""
 global___Target = Target
 
 class _Encoding:
@@ -255,6 +259,9 @@ class PushPullHeader(google.protobuf.message.Message):
     SHARDS_FIELD_NUMBER: builtins.int
     OPTIMIZER_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
+    REDUCE_ROUND_FIELD_NUMBER: builtins.int
+    UPLOAD_FIELD_NUMBER: builtins.int
+    STATE_JSON_FIELD_NUMBER: builtins.int
     job: builtins.str
     worker: builtins.int
     seq: builtins.int
@@ -296,6 +303,19 @@ class PushPullHeader(google.protobuf.message.Message):
     """name of the optimizer whose step the push is; empty in a job with one optimizer. Trainable
     tensors of the other optimizers are in `absent`
     """
+    reduce_round: builtins.int
+    """policy allreduce: number of the reduce round whose sum the worker has. The push has no bytes, and
+    an update of it changes nothing on a shard
+    """
+    upload: builtins.bool
+    """policy allreduce, with 0 samples: the push has the weights of version `base` and the optimizer
+    state, which only workers have. `parts` names all bytes of the model on this shard, then the
+    trainable range of each state
+    """
+    state_json: builtins.str
+    """of an upload: steps of each tensor and state with one number per tensor, as JSON
+    {"steps": {index: number}, "scalars": {name: {index: number}}}
+    """
     @property
     def batches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Batch]:
         """batches of the data ledger that this push uses up"""
@@ -336,9 +356,12 @@ class PushPullHeader(google.protobuf.message.Message):
         shards: builtins.int = ...,
         optimizer: builtins.str = ...,
         parts: collections.abc.Iterable[global___Part] | None = ...,
+        reduce_round: builtins.int = ...,
+        upload: builtins.bool = ...,
+        state_json: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_have", b"_have", "have", b"have"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "parts", b"parts", "pull", b"pull", "samples", b"samples", "seq", b"seq", "shards", b"shards", "term", b"term", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_have", b"_have", "absent", b"absent", "base", b"base", "batches", b"batches", "groups_json", b"groups_json", "has_data", b"has_data", "have", b"have", "initial", b"initial", "job", b"job", "memory", b"memory", "min_version", b"min_version", "open", b"open", "optimizer", b"optimizer", "parts", b"parts", "pull", b"pull", "reduce_round", b"reduce_round", "samples", b"samples", "seq", b"seq", "shards", b"shards", "state_json", b"state_json", "term", b"term", "upload", b"upload", "wait_ms", b"wait_ms", "worker", b"worker"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_have", b"_have"]) -> typing.Literal["have"] | None: ...
 
 global___PushPullHeader = PushPullHeader
@@ -354,8 +377,11 @@ class Part(google.protobuf.message.Message):
     TARGET_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
     RANGES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
     target: global___Target.ValueType
     encoding: global___Encoding.ValueType
+    state: builtins.str
+    """of TARGET_STATE: torch's name of the optimizer state"""
     @property
     def ranges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """start and stop of byte ranges of the target, in turns, in the order of the data"""
@@ -366,8 +392,9 @@ class Part(google.protobuf.message.Message):
         target: global___Target.ValueType = ...,
         encoding: global___Encoding.ValueType = ...,
         ranges: collections.abc.Iterable[builtins.int] | None = ...,
+        state: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "ranges", b"ranges", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["encoding", b"encoding", "ranges", b"ranges", "state", b"state", "target", b"target"]) -> None: ...
 
 global___Part = Part
 

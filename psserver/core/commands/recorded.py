@@ -9,6 +9,7 @@ from psserver.core.commands.command import Command
 COMMANDS: Sequence[type[Command[Any]]] = (
     worker_commands.Join,
     worker_commands.Register,
+    worker_commands.AskForReduce,
     worker_commands.Leave,
     worker_commands.DrainWorker,
     worker_commands.KeepPlace,

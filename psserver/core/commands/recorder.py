@@ -178,7 +178,8 @@ class Recorder:
 
     def _cut_if_due(self, now: float) -> None:
         job = self.coordinator.job
-        if job.begun and job.reshard is None and job.cuts.due(job.version, now):
+        is_possible = job.begun and job.reshard is None and job.has_newest_weights
+        if is_possible and (job.reduction.is_cut_wanted or job.cuts.due(job.version, now)):
             self.cut(now)
 
     def recovered(

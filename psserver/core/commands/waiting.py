@@ -50,6 +50,9 @@ def waiting_for_call(coordinator: CoordinatorMachine, key: CallKey, now: float) 
 def late(coordinator: CoordinatorMachine) -> list[Member]:
     """Return the active workers whose push would unblock the others."""
     active, ready = coordinator.membership.active(), coordinator.pending.ready.by_worker
+    reduction = coordinator.job.reduction
+    if reduction.waiting and not reduction.open.number:
+        return [member for member in active if member.worker not in reduction.waiting]
     if not ready or not coordinator.job.started:
         return []
     if coordinator.job.policy.barrier:

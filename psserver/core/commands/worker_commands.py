@@ -9,6 +9,7 @@ from psserver.core.commands.command import Command
 from psserver.core.commands.request_checks import check_names
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.coordinator.registration import RegistrationReply
+from psserver.core.job.reduction import ReduceRequest, ReduceRound
 from psserver.core.workers.members import Member
 
 
@@ -73,6 +74,22 @@ class Register(Command[RegistrationReply]):
     @staticmethod
     def from_json(worker: int, spec: dict[str, Any], seed: int = 0) -> "Register":
         return Register(worker, model_from_json(spec), seed)
+
+
+@dataclass(frozen=True, slots=True)
+class AskForReduce(ReduceRequest, Command[ReduceRound | None]):
+    """Ask for a reduce round; the reply None means that other workers are missing.
+
+    It is in no log on disk: policy allreduce excludes `--durability log`.
+    """
+
+    wire_name: ClassVar[str] = "reduce"
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> ReduceRound | None:
+        return coordinator.reduction.ask(self, now)
+
+    def check(self, coordinator: CoordinatorMachine) -> None:
+        check_names(f"reduce request {self.number}", (self.address,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ at the same time.
 """
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.model_spec import ModelSpec
+from pscommon.core.limits import ALLREDUCE
+from pscommon.core.model_spec import ROLES, ModelSpec
 from pscommon.core.partition import PartitionPlan
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import Policy
@@ -20,6 +21,23 @@ def push_nbytes(spec: ModelSpec, shards: int) -> int:
     )
 
 
+def largest_push_nbytes(policy: Policy, spec: ModelSpec, shards: int, states: int) -> int:
+    """Return the bytes of the largest push on the shard with the largest part.
+
+    Under allreduce it is an upload of weights and optimizer state.
+
+    states: Number of states per weight.
+    """
+    if policy.name != ALLREDUCE:
+        return push_nbytes(spec, shards)
+    plan = PartitionPlan(spec, shards)
+    return max(
+        sum(plan.range(shard, role).nbytes for role in ROLES)
+        + states * plan.range(shard, "trainable").nbytes
+        for shard in range(shards)
+    )
+
+
 def check_registration(
     coordinator: CoordinatorMachine, worker: int, nbytes: int, in_flight: int
 ) -> None:
@@ -28,7 +46,7 @@ def check_registration(
     Args:
         coordinator: The coordinator.
         worker: The worker.
-        nbytes: Bytes of one push.
+        nbytes: Bytes of its largest push.
         in_flight: Limit in bytes.
 
     Raises:
@@ -39,7 +57,15 @@ def check_registration(
 
 
 def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int) -> None:
-    """Raise InvalidRequestError if a round under another policy does not fit --in-flight."""
+    """Raise InvalidRequestError for a switch to or from policy allreduce, and if a round under
+    another policy does not fit --in-flight.
+    """
+    before = coordinator.job.policy
+    if before.name != policy.name and "allreduce" in (before.name, policy.name):
+        raise InvalidRequestError(
+            f"policy {policy.name} refused: the job began with {before.name}, and allreduce keeps "
+            f"weights in other places. Try: restart the servers with `--policy {policy.name}`"
+        )
     if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(
@@ -48,7 +74,14 @@ def check_switch(coordinator: CoordinatorMachine, policy: Policy, in_flight: int
 
 
 def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) -> None:
-    """Raise InvalidRequestError if a round on `shards` servers does not fit --in-flight."""
+    """Raise InvalidRequestError if the job's policy excludes a reshard, or if a round on `shards`
+    servers does not fit --in-flight.
+    """
+    if coordinator.job.policy.name == ALLREDUCE:
+        raise InvalidRequestError(
+            "reshard refused: policy allreduce keeps the weights in the workers. Try: start the "
+            "job with another number of servers"
+        )
     if coordinator.job.model is not None:
         workers = len(coordinator.membership.registered())
         _check_round(
@@ -59,11 +92,11 @@ def check_reshard(coordinator: CoordinatorMachine, shards: int, in_flight: int) 
 def _check_round(policy: Policy, workers: int, nbytes: int, in_flight: int) -> None:
     """Raise InvalidRequestError if the pushes of a round do not fit.
 
-    Under sync and ssp such a round would never close; under async no push waits for another.
-    Pushes through shared memory need no such memory, but it may not be known yet which workers
-    use it, so all are counted.
+    Under sync and ssp such a round would never close; under async no push waits for another, and
+    under allreduce only uploads have bytes, of one worker. Pushes through shared memory need no
+    such memory, but it may not be known yet which workers use it, so all are counted.
     """
-    workers = workers if policy.bound is not None else 1
+    workers = 1 if policy.bound is None or policy.name == ALLREDUCE else workers
     needed = workers * nbytes
     if needed > in_flight:
         raise InvalidRequestError(

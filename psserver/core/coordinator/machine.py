@@ -22,6 +22,7 @@ Parts. Each part decides on one kind of event and works on the shared JobState:
 - registration.py: workers come and go.
 - data_requests.py: batches for workers.
 - collective_calls.py: small values that workers combine.
+- reduce_rounds.py: which workers reduce their gradients among themselves (policy allreduce).
 - resharding.py: a change of the number of shards.
 
 A command (psserver/core/commands) calls one of the parts.
@@ -45,6 +46,7 @@ from psserver.core.coordinator.collective_calls import CollectiveCalls
 from psserver.core.coordinator.data_requests import DataRequests
 from psserver.core.coordinator.participation import Participation
 from psserver.core.coordinator.push_reports import PushReports
+from psserver.core.coordinator.reduce_rounds import ReduceRounds
 from psserver.core.coordinator.registration import Registration
 from psserver.core.coordinator.resharding import Resharding
 from psserver.core.coordinator.update_rounds import UpdateRounds
@@ -74,6 +76,7 @@ class CoordinatorMachine:
         self.registration = Registration(job, self.rounds)
         self.data = DataRequests(job, self.rounds, self.participation)
         self.collectives = CollectiveCalls(job, self.rounds, self.participation)
+        self.reduction = ReduceRounds(job, self.rounds, self.participation)
         self.resharding = Resharding(job, self.rounds)
 
     # ---- settings --------------------------------------------------------------------------------
@@ -104,9 +107,16 @@ class CoordinatorMachine:
     # ---- snapshots and recovery ------------------------------------------------------------------
 
     def cut(self, now: float) -> bool:
-        """Append a Cut of the current version. Return False while another snapshot is written."""
+        """Append a Cut of the current version.
+
+        Return False while another snapshot is written, and while the servers lack this version's
+        weights (policy allreduce).
+        """
         job, cuts = self.job, self.cuts
         if not job.begun or cuts.busy or (job.reshard is not None and not job.reshard.complete):
+            return False
+        job.reduction.is_cut_wanted = not job.has_newest_weights
+        if job.reduction.is_cut_wanted:
             return False
         job.log.append(Cut(job.log.next, job.version))
         cuts.begin(job.version, job.log.index, now, {})

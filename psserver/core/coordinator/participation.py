@@ -70,6 +70,7 @@ class Participation:
         job.ledger.give_back(member.worker)
         job.pending.drop(member.worker)
         job.collectives.drop(member.worker)
+        job.reduction.drop(member.worker)
         if job.uploading_worker == member.worker and not job.begun:
             job.model = job.uploading_worker = None
         self._evict(member.worker, reason or "it left the job")

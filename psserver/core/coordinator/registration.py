@@ -1,8 +1,10 @@
 """Workers come and go: one registers its model, leaves, is asked to leave, or loses its lease."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pscommon.core.errors import InvalidRequestError, TooFewWorkersError, out_of_the_job
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.coordinator.update_rounds import UpdateRounds
 from psserver.core.data.resume_rules import adopted_model, model_mismatch
@@ -30,9 +32,15 @@ class Registration:
 
         Raises:
             MismatchError: The model is not the job's; the message lists the differences.
+            InvalidRequestError: The policy does not serve a model of several optimizers.
         """
         job = self._job
         member = job.member(worker, now)
+        if job.policy.name == ALLREDUCE and isinstance(spec.optimizer, Mapping):
+            raise InvalidRequestError(
+                "registration refused: policy allreduce serves models of one optimizer, not of "
+                f"{', '.join(spec.optimizer)}. Try: policy sync"
+            )
         if job.model is None:
             job.model, job.uploading_worker, job.seed = spec, worker, seed
         if job.is_resumed:

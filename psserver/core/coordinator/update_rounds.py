@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
 from pscommon.core.errors import QUARANTINED, NonFiniteError
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.log_entries import (
     Apply,
     Begin,
@@ -37,9 +38,10 @@ from pscommon.core.log_entries import (
     Reject,
     SetBuffers,
     Staged,
+    clip_factor,
 )
 from psserver.core.coordinator.participation import Participation
-from psserver.core.job.clipping import Measurement, clip_factor
+from psserver.core.job.clipping import Measurement
 from psserver.core.job.job_state import JobState
 from psserver.core.job.policy import is_bounded
 from psserver.core.job.ready_pushes import WaitingPush, WaitingPushes
@@ -69,7 +71,7 @@ class UpdateRounds:
         if not job.begun or job.reshard is not None or not job.has_started():
             return
         self._reject_unfit(now)
-        while job.pending.ready and job.failure is None and not job.cuts.due_at(job.version):
+        while job.pending.ready and job.failure is None and not job.waits_for_cut:
             self._wake_pushing_workers()
             keys = self._of_begun_batches(self._choose())
             if not keys or not self._apply(keys, now):
@@ -108,6 +110,10 @@ class UpdateRounds:
         An empty result means that more pushes are needed.
         """
         job, ready, policy = self._job, self._job.pending.ready, self._job.policy
+        if policy.name == ALLREDUCE:
+            workers = job.reduction.open.workers if job.reduction.open.kind == "gradients" else ()
+            is_complete = all(worker in ready.by_worker for worker in workers)
+            return [ready.oldest(worker) for worker in workers] if is_complete else ()
         if policy.barrier:
             enough = max(1, job.membership.index.active_clocks.count - policy.backup)
             if len(ready.by_worker) < enough:
@@ -164,12 +170,15 @@ class UpdateRounds:
         oldest = ready.oldest_base if limit is not None else None
         is_any_stale = limit is not None and oldest is not None and job.version - oldest > limit
         # other pushes were checked when they arrived
-        for key in [*ready] if is_any_stale else new:
+        is_any_void = job.policy.name == ALLREDUCE
+        for key in [*ready] if is_any_stale or is_any_void else new:
             if (staged := ready.get(key)) is None:
                 continue  # its worker was evicted for an earlier push
             behind = job.version - staged.base
             if not staged.samples:
                 self._set_buffers(staged)
+            elif problem := self._reduce_problem(staged):
+                self.reject(key, "STALE", problem)
             elif limit is not None and behind > limit:
                 self.reject(key, "STALE", f"computed from version {staged.base}, {behind} ago")
                 if job.policy.backup and job.rules.late == "drop":
@@ -182,13 +191,31 @@ class UpdateRounds:
                         staged, "OUTLIER", f"{member}: its gradient's norm is {norm:.6g}", now
                     )
 
+    def _reduce_problem(self, push: Staged) -> str:
+        """Return why a push is not of the open reduce round; empty if it is (policy allreduce)."""
+        now_open = self._job.reduction.open
+        if self._job.policy.name != ALLREDUCE:
+            return "the job's policy has no reduce rounds" if push.reduce_round else ""
+        request = now_open.request_of(push.key.worker)
+        if now_open.kind != "gradients" or push.reduce_round != now_open.number or request is None:
+            return f"its reduce round {push.reduce_round} is void"
+        return "" if push.samples == request.samples else "its samples are not those of its round"
+
     def _set_buffers(self, push: Staged) -> None:
-        """Take buffers of the current version; those of an older one have been replaced."""
-        if push.base != self._job.version:
+        """Take buffers of the current version; those of an older one have been replaced.
+
+        Under policy allreduce they come with the weights, in an upload.
+        """
+        job = self._job
+        if push.upload != (job.policy.name == ALLREDUCE):
+            self.reject(push.key, "STALE", f"policy {job.policy.name} has no such push")
+        elif push.base != job.version:
             self.reject(push.key, "STALE", f"its buffers are of version {push.base}")
         else:
-            self._job.log.append(SetBuffers(self._job.log.next, push.key))
+            job.log.append(SetBuffers(job.log.next, push.key))
             self._forget(push.key)
+            if push.upload:
+                job.reduction.uploaded = job.version
 
     def _apply(self, keys: Iterable[PushKey], now: float) -> bool:
         """Append the update of these pushes, one for each optimizer.
@@ -213,6 +240,7 @@ class UpdateRounds:
             job.log.append(Apply(job.log.next, job.version, contributions))
             for part in contributions:
                 job.membership.members[part.key.worker].staleness = job.version - 1 - part.base
+        job.reduction.applied(job.version)
         for push, _ in pushes:  # before the counting below, which may append further updates
             self._forget(push.key)
         for push, is_scaled in pushes:
@@ -234,6 +262,8 @@ class UpdateRounds:
     ) -> tuple[Contribution, ...] | None:
         """Return the contributions scaled to the clip norm; None: the norm is not known yet."""
         job, clip_norm = self._job, self._job.clip_norm(optimizer)
+        if job.policy.name == ALLREDUCE:
+            return contributions  # the workers have clipped their sum
         if clip_norm is None:
             if job.rules.max_norm:
                 norms = (job.pending.norm(part.key) for part in contributions)

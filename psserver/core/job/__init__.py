@@ -7,6 +7,7 @@ __all__ = [
     "pending_pushes",
     "policy",
     "ready_pushes",
+    "reduction",
     "reshard_phase",
     "settings",
     "snapshot_schedule",

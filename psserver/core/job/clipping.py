@@ -26,21 +26,12 @@ Invariants:
   its saved state.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pscommon.core.entry_encoding import contributions_from_json, contributions_to_json
 from pscommon.core.log_entries import Contribution, ShardReport
-
-NORM_EPSILON = 1e-6
-"""What torch adds to the norm."""
-
-
-def clip_factor(clip_norm: float, square_norm: float) -> float:
-    """Return the factor for a gradient of this sum of squares: torch's clip_coef, at most 1.0."""
-    return min(1.0, clip_norm / (math.sqrt(square_norm) + NORM_EPSILON))
 
 
 @dataclass(slots=True)

@@ -8,12 +8,14 @@ from typing import Any
 
 from pscommon.core.data_stream import Spec
 from pscommon.core.errors import PSError, out_of_the_job
+from pscommon.core.limits import ALLREDUCE
 from pscommon.core.log_entries import ShardReport
 from pscommon.core.model_spec import ModelSpec
 from psserver.core.data.data_ledger import DataLedger
 from psserver.core.data.map_loop import units_of
 from psserver.core.job.entry_log import EntryLog
 from psserver.core.job.pending_pushes import PendingPushes
+from psserver.core.job.reduction import Reduction
 from psserver.core.job.reshard_phase import ReshardPhase
 from psserver.core.job.settings import JobRules
 from psserver.core.job.snapshot_schedule import SnapshotSchedule
@@ -73,6 +75,7 @@ class JobState:
         self.cuts = SnapshotSchedule(rules.every, shards)
         self.reported = ReportedValues()
         self.collectives = Collectives()
+        self.reduction = Reduction(generation)
         self.reshard: ReshardPhase | None = None
         self.reshard_index = 0
         self.is_reshard_saved = False
@@ -116,6 +119,19 @@ class JobState:
     def is_stalled(self) -> bool:
         """Whether every registered worker waits for data or in a collective call."""
         return self.membership.index.active_clocks.count == 0
+
+    @property
+    def has_newest_weights(self) -> bool:
+        """Whether the servers have the weights of this version, not the workers alone."""
+        return self.policy.name != ALLREDUCE or self.reduction.uploaded == self.version
+
+    @property
+    def waits_for_cut(self) -> bool:
+        """Whether a snapshot of this version comes before the next update.
+
+        Of weights that only the workers have there is none: a later one takes its place.
+        """
+        return self.cuts.due_at(self.version) and self.has_newest_weights
 
     @property
     def uploader(self) -> Member | None:
@@ -220,6 +236,7 @@ class JobState:
         """Load the numbers that a snapshot and a complete state both have."""
         self.model, self.begun = model, True
         self.version, self.samples = state["version"], state["samples"]
+        self.reduction.uploaded = self.version
         self.seed = state.get("seed", 0)
         self.updates = dict(state.get("updates", {}))
         self.counts = dict(state["counts"])

@@ -4,6 +4,7 @@
     sync    0      yes: a round averages one push of every active worker, in worker order
     ssp S   S      no:  a push counts at once unless its worker would be over S clocks ahead
     async   none   no:  a push counts at once
+    allreduce  0   yes: as sync, but workers sum the gradients and step; their pushes have no bytes
 
 A worker's clock counts its finished steps. With a bound, at every version, the clock of any active
 worker minus the smallest clock of an active worker is at most the bound. A push that would break
@@ -16,14 +17,14 @@ barrier: ssp 0 is sync.
 
 from dataclasses import dataclass
 
-from pscommon.core.limits import check_policy
+from pscommon.core.limits import check_allreduce, check_policy
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """A policy of the table, with its settings.
 
-    name: sync, ssp or async.
+    name: sync, ssp, async or allreduce.
     bound: clocks that a worker may be ahead of the slowest one; None: any number.
     barrier: whether an update needs a push of every active worker.
     max_staleness: pushes computed more versions ago are rejected as `stale`; None: never.
@@ -49,7 +50,7 @@ def policy(
     """Return the policy for the operator's settings.
 
     Args:
-        name: sync, ssp or async.
+        name: sync, ssp, async or allreduce.
         staleness: The bound of ssp, in clocks; None for the other policies.
         max_staleness: Maximum age of a push, in versions; None: any age.
         backup: Workers that a sync round does not wait for.
@@ -57,8 +58,11 @@ def policy(
     Raises:
         InvalidRequestError: The settings do not fit together.
     """
-    check_policy(name, staleness, backup)
-    bound = 0 if name == "sync" else staleness
+    if name == "allreduce":
+        check_allreduce(staleness=staleness, max_staleness=max_staleness, backup_workers=backup)
+    else:
+        check_policy(name, staleness, backup)
+    bound = 0 if name in ("sync", "allreduce") else staleness
     return Policy(name, bound, barrier=bound == 0, max_staleness=max_staleness, backup=backup)
 
 

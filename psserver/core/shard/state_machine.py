@@ -85,6 +85,7 @@ class ShardMachine:
         version: Number of applied updates.
         index: Number of entries carried out.
         digest: Digest of these entries.
+        weights_version: Version of its weights: under policy allreduce that of the newest upload.
         begun: Whether it has weights.
         is_resharding: Whether it waits for its part of the model after a Reshard.
         staged: Pushes that are not decided.
@@ -97,6 +98,7 @@ class ShardMachine:
         self.version = 0
         self.index = 0
         self.digest = 0
+        self.weights_version = 0
         self.begun = False
         self.is_resharding = False
         self.staged: dict[PushKey, Staged] = {}
@@ -111,7 +113,8 @@ class ShardMachine:
 
     def restore(self, log_id: int, version: int, index: int) -> None:
         """Continue from a snapshot; the log begins after `index`."""
-        self.version, self.begun = version, True
+        self.version = self.weights_version = version
+        self.begun = True
         self.follow(log_id, index)
 
     def state(self) -> dict[str, Any]:
@@ -145,6 +148,7 @@ class ShardMachine:
             state["index"],
         )
         self.version, self.begun, self.digest = state["version"], state["begun"], state["digest"]
+        self.weights_version = self.version  # under policy allreduce there is no such state
         self.is_resharding = state["moving"]
         self.measured = Measured(*state["measured"]) if "measured" in state else None
         self._evicted = dict(state["evicted"])
@@ -318,6 +322,8 @@ class ShardMachine:
         if self.is_resharding or entry.version != self.version + 1 or self.missing(entry):
             raise self._invariant_error(entry)
         self.version, self.measured = entry.version, None
+        if not self.staged[entry.contributions[0].key].reduce_round:
+            self.weights_version = entry.version
         for contribution in entry.contributions:
             staleness = entry.version - 1 - contribution.base
             self._decide(contribution.key, PushOutcome("applied", entry.version, staleness))
@@ -325,6 +331,8 @@ class ShardMachine:
     def _set_buffers(self, entry: SetBuffers) -> None:
         if self.is_resharding or self.missing(entry):
             raise self._invariant_error(entry)
+        if self.staged[entry.key].upload:
+            self.weights_version = self.version
         self._decide(entry.key, PushOutcome("applied", self.version))
 
     def _invariant_error(self, entry: Apply | Measure | SetBuffers) -> LogInvariantError:

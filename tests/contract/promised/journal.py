@@ -105,6 +105,17 @@ COMMANDS: list[dict[str, Any]] = [
     {"do": "reshard", "shards": 3, "keeps": False},
     *[{"do": "moved", "shard": shard} for shard in (0, 1, 2)],
     {
+        "do": "reduce",
+        "worker": 1,
+        "number": 1,
+        "version": 0,
+        "samples": 4,
+        "address": "host:1",
+        "groups_json": "",
+        "is_partial": False,
+        "completed": 0,
+    },
+    {
         "do": "collective",
         "worker": 1,
         "number": 1,

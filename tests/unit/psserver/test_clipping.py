@@ -16,13 +16,13 @@ from pscommon.core.log_entries import (
     Reshard,
     ShardReport,
     Staged,
+    clip_factor,
 )
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy
 from psserver.core.commands.shard_commands import StartReshard
 from psserver.core.commands.worker_commands import Leave, Lose
 from psserver.core.coordinator.machine import CoordinatorMachine
-from psserver.core.job.clipping import clip_factor
 from psserver.core.job.policy import Policy, policy
 from psserver.core.workers.members import WorkerState
 from tests.support.clipped_job import MODEL, ClippedJob, part, scales

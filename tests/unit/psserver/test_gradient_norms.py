@@ -8,9 +8,9 @@ from torch import Tensor
 
 from pscommon.core.log_entries import PushKey, Staged
 from pscommon.core.model_spec import ModelSpec, OptimizerSettings, TensorSpec
+from pscommon.parameters.means import total
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from psserver.core.job.settings import ANY, GradientRules
-from psserver.parameters.gradient_mean import total
 from psserver.shard.engine import check_gradient
 from tests.support.stores import Shards
 

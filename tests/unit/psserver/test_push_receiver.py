@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.parameters.partition import WorkerBuffer
 from pscommon.wire.frames import encode_data, encode_header
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.exchange.handlers import UnaryIO
 from psserver.exchange.push_receiver import Coverage, OpenPushReceiver
-from psserver.parameters.partition import WorkerBuffer
 from psserver.parameters.staging import Staging
 from psserver.parameters.store import ParameterStore
 from psserver.waiting import run

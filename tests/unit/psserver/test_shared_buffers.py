@@ -11,11 +11,11 @@ import torch
 from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import PartitionPlan
+from pscommon.parameters.partition import MAX_CACHED_VIEWS, ShardPartition, WorkerBuffer
 from pscommon.settings.values import Lanes
 from pscommon.system.shared_memory import SharedRegion
 from pscommon.system.thread_team import ThreadTeam
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.parameters.partition import MAX_CACHED_VIEWS, ShardPartition, WorkerBuffer
 from psserver.parameters.store import ParameterStore
 from psserver.shard.worker_traffic import AttachedBuffers, WorkerBuffers
 from tests.support.shared_memory import mapped_count

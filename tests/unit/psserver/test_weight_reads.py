@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pscommon.core.partition import ByteRange
+from pscommon.parameters.partition import RoleBuffers
 from pscommon.wire.frames import FRAME_BYTES, decode_response
-from psserver.parameters.partition import RoleBuffers
 from psserver.parameters.store import ParameterStore
 from psserver.parameters.weight_reads import WeightRead, WeightReads
 from tests.support.stores import SGD, begun, model, one_thread  # noqa: F401

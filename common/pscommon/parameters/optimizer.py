@@ -18,8 +18,8 @@ from pscommon.core.model_spec import OptimizerSettings
 from pscommon.core.partition import ByteRange, TrainableRange, cut, padded
 from pscommon.optim import KINDS, OptimizerKind, OptimizerState, Rows
 from pscommon.optim.specs import Groups, Scalars
+from pscommon.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, raw
 from pscommon.system.thread_team import ALONE, ThreadTeam
-from psserver.parameters.partition import DTYPES, RoleBuffers, ShardPartition, blocks, raw
 
 MAX_CACHED_PASSES = 8
 """Prepared sets of runs that are kept: a script that trains its parts in turn returns to each."""

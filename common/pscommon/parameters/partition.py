@@ -16,7 +16,6 @@ from pscommon.core.partition import (
     TrainableRange,
     padded,
 )
-from pscommon.wire.push import Part
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 
@@ -93,7 +92,7 @@ class ShardPartition:
             tensor_slice.tensor for tensor_slice in plan.slices(self.ranges["trainable"])
         )
         self.pieces = lru_cache(maxsize=32)(self._pieces)
-        self.parts = lru_cache(maxsize=32)(self._parts)
+        self.pushed_ranges = lru_cache(maxsize=32)(self._pushed_ranges)
         self.padding = lru_cache(maxsize=32)(self._padding)
 
     def split_packed(self, buffer: torch.Tensor) -> RoleBuffers:
@@ -145,18 +144,18 @@ class ShardPartition:
     def name(self, tensor: int) -> str:
         return self.plan.spec.tensors[tensor].name
 
-    def _parts(self, absent: frozenset[int], initial: bool) -> tuple[Part, ...]:
-        """Return what a push has that names no parts: the raw bytes of the model on this shard.
+    def _pushed_ranges(self, absent: frozenset[int], initial: bool) -> tuple[ByteRange, ...]:
+        """Return the bytes on this shard of a push that names no parts.
 
         They are without the tensors in `absent`, and with frozen ones if `initial`. Cached as
-        `parts`.
+        `pushed_ranges`.
         """
         spans = [
             *self.plan.without(self.ranges["trainable"], absent),
             self.ranges["buffer"],
             *([self.ranges["frozen"]] if initial else []),
         ]
-        return (Part(tuple(span for span in spans if span.nbytes)),)
+        return tuple(span for span in spans if span.nbytes)
 
     def _pieces(self, absent: tuple[frozenset[int], ...]) -> tuple[SameGradientRange, ...]:
         """Cut the trainable range where the dtype or the set of pushes with a gradient changes.
