@@ -25,8 +25,10 @@ from psworker.session.arguments import is_on
 INTERVAL_SECONDS = 1.0
 """Between two requests. The processes send their spans once a second."""
 
-LATE_SECONDS = 1.0
-"""How long batches are fetched after the recording: those that were on their way."""
+LATE_SECONDS = 2.0
+"""How long batches are fetched after the recording: a process sends its spans once a second, and
+shard 0 is asked once a second.
+"""
 
 
 class SpanSource(Protocol):

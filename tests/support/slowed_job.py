@@ -123,7 +123,8 @@ def slowed_job(
             started[-1].wait_for("listening")
             if place.name == "standby" and is_here:
                 own = ("--bind", f"127.0.0.1:{ports[4]}", "--standby-of", bind)
-                server(shard, *own, is_slow=True).wait_for("in sync")
+                server(shard, *own, is_slow=True)
+                started[-1].wait_for("standby_in_sync")
         for rank in range(1 if place.name == "link" else 2):
             slow = place.name if place.name in ("data", "compute") and rank == place.number else ""
             programs.fork(
