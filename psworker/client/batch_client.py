@@ -7,6 +7,7 @@ from pscommon.core.data_stream import Spec, StreamSpec
 from pscommon.core.log_entries import BatchKey
 from pscommon.core.script_place import PassName, ScriptPlace
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import worker_spans
 from pscommon.wire import messages as codec
 from pscommon.wire.requests import NEXT_BATCH, RETURN_BATCHES
 from psproto.v1 import coordinator_pb2 as co
@@ -71,7 +72,10 @@ class BatchClient:
                     **codec.place_fields(place),
                 )
                 asking = connection.new_retry("asking for data")
+                began = worker_spans.now()
                 answer = asking.ask(NEXT_BATCH, request, wait_seconds)
+                if began:
+                    worker_spans.add_of_step("lease", began, received)
                 membership.received_batches[name] = received + len(answer.numbers)
                 if answer.numbers or answer.end or not idle:
                     break

@@ -42,15 +42,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.tracing.spans import Span
-from psworker.core.critical_path import (
-    SCRIPT_SPANS,
-    UNKNOWN,
-    CriticalPaths,
-    WaitPart,
-    Who,
-    WorkerSpans,
-    by_cause,
-)
+from psworker.core.critical_path import CriticalPaths, by_cause, limited
+from psworker.core.indexed_spans import SCRIPT_SPANS, UNKNOWN, WaitPart, Who, WorkerSpans
 from psworker.core.trace_events import Trace, dropped_notes
 
 DOMINANT_RATIO = 0.6
@@ -194,14 +187,29 @@ def _step(paths: CriticalPaths, number: int, push: int, began: float, ended: flo
     own: dict[tuple[str, Who], float] = defaultdict(float)
     parts: list[WaitPart] = []
     time = began
-    for span in [*worker.script[push], Span("", ended, 0.0)]:
+    for span in [*_without_leases(worker, push), Span("", ended, 0.0)]:
         if span.began > time:
             parts += paths.wait(number, time, min(span.began, ended))
         start, stop = max(time, span.began), min(span.ended, ended)
-        if stop > start:
+        if stop > start and span.name == "lease":
+            parts += limited(stop - start, paths.lease(number, span))
+        elif stop > start:
             own[span.name, who] += stop - start
         time = max(time, stop)
     return _Step(began, ended - began, own, by_cause(parts), _hidden(worker, push))
+
+
+def _without_leases(worker: WorkerSpans, push: int) -> list[Span]:
+    """Return the script's spans and the requests for batches of a step, none within another."""
+    leases, spans = worker.leases(push), list[Span]()
+    for span in worker.script[push]:
+        began = span.began
+        for lease in leases:
+            if began <= lease.began and lease.ended <= span.ended:
+                spans.append(span._replace(began=began, seconds=lease.began - began))
+                began = lease.ended
+        spans.append(span._replace(began=began, seconds=span.ended - began))
+    return sorted([*spans, *leases], key=lambda each: each.began)
 
 
 def _counted(trace: Trace, steps: Mapping[int, list[_Step]]) -> Mapping[int, list[_Step]]:
@@ -306,6 +314,8 @@ def _bottleneck(causes: Causes, step_seconds: float) -> Bottleneck | None:
         phases[name][cause] = value
     found = [(*_dominant(sums), name) for name, sums in phases.items()]
     seconds, who, phase = max(found, default=(0.0, "", ""))
+    if phase in ("log", "standby"):
+        who = f"{phase} of {who}"
     gain = seconds / step_seconds if step_seconds else 0.0
     return Bottleneck(phase, who, seconds, gain) if gain >= MIN_GAIN_RATIO else None
 
@@ -352,6 +362,7 @@ REMEDIES = {
     "check": "more CPU for the servers: `--threads`",
     "log": "a faster disk, `--log-fsync everysec` or `no`, or a standby instead of the log",
     "standby": "a faster disk or network for the standby",
+    "lease": "more CPU for shard 0, which hands out the batches; or larger batches",
     "decide": "more CPU for shard 0; nothing else on its machine",
 }
 

@@ -73,9 +73,9 @@ class SpanRecorder:
         thread = threading.current_thread().name
         self._spans.append(Span(name, began, seconds, pushes, version, shard, thread))
 
-    def add_of_step(self, name: str, began: float) -> None:
+    def add_of_step(self, name: str, began: float, version: int = 0) -> None:
         """Record a span of the script's current step, which ends now."""
-        self.add(name, began, (self.step,))
+        self.add(name, began, (self.step,), version)
 
     def open_push(self, worker: int, push: int) -> None:
         """Note the number of a push: the script's step has it, or an earlier one."""

@@ -3,6 +3,7 @@
 | process | span | begins | ends |
 | --- | --- | --- | --- |
 | worker | data | the script asks for a batch | it has the batch |
+| worker | lease | the script's thread asks shard 0 for batches | it has the answer |
 | worker | compute | the script's own work begins | the step or the next batch begins |
 | worker | gather | the step begins | the gradient is in the flat buffer |
 | worker | send | the request to a shard begins | its last byte is sent |
@@ -15,6 +16,7 @@
 | shard | apply | the optimizer step begins | it ends |
 | shard | copy | the weights of an answer are read | they are copied |
 | shard | send | the answer begins | its last byte is sent |
+| shard 0 | lease | a request for batches arrives | its answer is made |
 | coordinator | barrier | a shard's report of a push arrives | the report that decides it arrives |
 | coordinator | decide | the report that decides an update arrives | its Apply is in the log |
 
@@ -24,7 +26,7 @@ The coordinator's spans are in the process of shard 0.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WORKER_SPANS = ("data", "compute", "gather", "send", "receive", "scatter")
+WORKER_SPANS = ("data", "lease", "compute", "gather", "send", "receive", "scatter")
 SHARD_SPANS = ("receive", "check", "log", "standby", "apply", "copy", "send")
 COORDINATOR_SPANS = ("barrier", "decide")
 
@@ -37,10 +39,11 @@ class Span(NamedTuple):
         began: Start, in seconds of the process's monotonic clock.
         seconds: Duration.
         pushes: Pairs of worker and push number. Of a worker's span: the push of its step, which
-            may still follow. Of apply and decide: all pushes of the update. Of log, standby and
-            send: empty if no push caused them.
+            may still follow. Of apply and decide: all pushes of the update. Of shard 0's
+            lease: the worker, and 0. Of log, standby and send: empty if no push caused them.
         version: Of apply, copy, barrier and decide: the version that is made or copied. Of a
-            worker's receive: the version of the weights in the answer. Otherwise 0.
+            worker's receive: the version of the weights in the answer. Of lease: the number of
+            batches that the worker has received before, which joins both ends. Otherwise 0.
         shard: Of a worker's send and receive: the shard at the other end. Of barrier: the shard
             that reports. Otherwise 0.
         thread: Name of the thread.

@@ -40,7 +40,8 @@ def names(delay: Delay) -> tuple[str, set[str]]:
             return "decide", {"coordinator"}
         case "answer":
             return "send", {f"shard {number}"}
-    return delay.place, {f"shard {number}"}
+    of = f"{delay.place} of " if delay.place in ("log", "standby") else ""
+    return delay.place, {f"{of}shard {number}"}
 
 
 def exposed(explanation: Explanation) -> float:
@@ -185,7 +186,7 @@ def test_dropped_steps_do_not_count_and_are_noted() -> None:
     explanation = explain(trace._replace(processes=processes, lost_batches=3))
 
     assert explanation.bottleneck is not None
-    assert explanation.bottleneck[:2] == ("log", "shard 1")
+    assert explanation.bottleneck[:2] == ("log", "log of shard 1")
     assert "worker 0 dropped the spans of 2 steps" in explanation.notes
     assert "shard 0 dropped 3 batches of spans before they were fetched" in explanation.notes
     assert exposed(explanation) == pytest.approx(explanation.step_seconds, rel=0.05)
@@ -212,7 +213,7 @@ def test_a_process_without_spans_is_noted(role: str, number: int, note: str) -> 
     assert note in explanation.notes
     assert exposed(explanation) == pytest.approx(explanation.step_seconds, rel=0.05)
     found = explanation.bottleneck
-    assert found is None or found[:2] == ("standby", "shard 1")
+    assert found is None or found[:2] == ("standby", "standby of shard 1")
 
 
 def test_processes_with_another_clock_and_no_spans_are_accepted() -> None:
