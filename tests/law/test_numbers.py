@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from psserver.core.workers.members import WorkerHeartbeat
 from psserver.monitoring.live_page import FOLDER
 from psserver.monitoring.training_curves import sample_job
+from psworker.core.why import Bottleneck, Explanation, Phase
 from psworker.ctl import top, views
 from tests.support.clipped_job import ClippedJob
 from tests.support.documentation_pages import ROOT
@@ -57,6 +58,12 @@ def tensorboard() -> Iterator[str]:
     yield from sample_job(job.machine, 0, (), [{"lr": 0.5}]).values
 
 
+def in_why() -> set[str]:
+    """Return the numbers of `ps-ctl why`: fields of JSON whose values are seconds or a ratio."""
+    explanation = {"step_seconds", "hidden"} & {*Explanation._fields}
+    return {*explanation, *Phase._fields, *{*Bottleneck._fields} - {"phase", "who"}}
+
+
 def rows() -> list[str]:
     text = (ROOT / "docs/operations/numbers.md").read_text()
     cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
@@ -64,7 +71,7 @@ def rows() -> list[str]:
 
 
 def test_each_number_has_a_row_and_each_row_a_number() -> None:
-    shown = {*page(), *in_top(), *tensorboard()}
+    shown = {*page(), *in_top(), *tensorboard(), *in_why()}
     names = rows()
 
     assert shown - TEXTS - {*names} == set(), "numbers without a row"

@@ -69,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
         psworker="connection core session transport",
     ),
     "psworker.client": of(
-        pscommon="core optim settings snapshot system telemetry wire",
+        pscommon="core optim settings snapshot system telemetry tracing wire",
         psworker="connection core exchange session transport",
     ),
     "psworker.connect": of(pscommon="core system", psworker="client core group job session"),
