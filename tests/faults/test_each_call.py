@@ -13,7 +13,9 @@ from pscommon.wire.requests import (
     EXCHANGE,
     EXCHANGE_ONCE,
     GET_HISTORY,
+    GET_TRACE,
     INTRODUCE,
+    REDUCE,
     REQUESTS,
     STREAM_FIELDS,
 )
@@ -39,9 +41,11 @@ METHODS = [
     str(row)
     for row in REQUESTS
     if row.role in ("worker", "read")
-    and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE, GET_HISTORY)
+    and row not in (DESCRIBE, INTRODUCE, EXCHANGE_ONCE, GET_HISTORY, GET_TRACE, REDUCE)
 ]
-"""Calls of workers that have joined. Each exchange counts as one call."""
+"""Calls of workers that have joined. Each exchange counts as one call. Only ps-ctl calls GetTrace,
+and only workers under allreduce call Reduce (test_allreduce.py).
+"""
 
 ON_STREAMS = [str(row) for row in (*STREAM_FIELDS, EXCHANGE)]
 """Calls that workers make over streams."""
