@@ -90,7 +90,7 @@ def test_shard_0_is_asked_once_a_second_and_once_more_for_late_batches() -> None
     )
     trace = job.record(2.5)
 
-    assert job.asked == [(0, None), (1, 5), (2, 6), (2, 7), (3, 8), (3.5, 9)]
+    assert job.asked == [(0, None), (1, 5), (2, 6), (2, 7), (3, 8), (4, 9), (4.5, 9)]
     assert trace.processes == [ProcessSpans("worker", 3, [SPAN] * 4, 1.5, 0.002)]
     assert (trace.seconds, trace.lost_batches) == (2.5, 3)
     assert trace.release
@@ -168,7 +168,7 @@ def test_trace_writes_a_file_that_why_explains(
     ]
     assert [each.name for each in tmp_path.iterdir()] == ["trace.json"]
     found, _ = run(cluster, capsys, 0, "why", file, "--output", "json")
-    assert json.loads(found)["bottleneck"]["who"] == "shard 1"
+    assert json.loads(found)["bottleneck"]["who"] == "log of shard 1"
     assert cluster.traced[-1] == 4 + len(SLOW_LOG.processes)
 
 
@@ -178,7 +178,7 @@ def test_why_records_and_explains(cluster: Cluster, capsys: Output) -> None:
 
     assert [" ".join(line.split()) for line in out.splitlines()][-4:] == [
         "step 99.5 ms, median of 42 steps of 3 workers",
-        "bottleneck log: shard 1",
+        "bottleneck log: log of shard 1",
         "avoidable 50.8 ms of a step, 51%",
         "remedy a faster disk, `--log-fsync everysec` or `no`, or a standby instead of the log",
     ]
