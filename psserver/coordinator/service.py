@@ -319,6 +319,7 @@ class CoordinatorService:
         self._worker_monitor.update(coordinator, found, waits or "", now)
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
+        self.tracing.tick()
         self.directory[0].stats = statistics(self.engine, self._standby_link)
         if self.config.exit_when_done and self._coordinator.membership.departed.is_run_done(
             self.config.min_workers

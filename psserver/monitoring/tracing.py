@@ -41,16 +41,17 @@ class Tracing:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether processes record now; where they no longer do, this process stops."""
-        if not self._asked_until:
-            return False
-        if self._recorder.clock() < self._asked_until:
-            return True
+        """Whether processes are to record now."""
+        return self._recorder.clock() < self._asked_until
+
+    def tick(self) -> None:
+        """End the recording, and free its parts, once the last request is too old."""
+        if not self._asked_until or self.is_wanted:
+            return
         with self._lock:
             self._asked_until, self._nbytes = 0.0, 0
             self._parts.clear()
-        self._recorder.keep_on(False)
-        return False
+        self._recorder.set_wanted(False)
 
     def add(self, role: str, number: int, spans: bytes) -> None:
         """Store what a process has sent; nothing if spans are not wanted."""
@@ -67,7 +68,7 @@ class Tracing:
     def answer(self, request: pb.GetTraceRequest) -> pb.GetTraceResponse:
         """Return the parts after the one that the request names, and let processes record."""
         self._asked_until = self._recorder.clock() + RECORDING_SECONDS
-        self._recorder.keep_on(True)
+        self._recorder.set_wanted(True)
         spans, dropped = self._recorder.take()
         if spans or dropped:
             self.add("shard", 0, encode_spans(spans, dropped, SAME_CLOCK))

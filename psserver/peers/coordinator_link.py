@@ -263,7 +263,7 @@ class CoordinatorLink:
     def _handle_response(self, response: pb.LinkShardResponse) -> None:
         if response.echo:
             self._messages.clock_offset.add(response.echo, time.monotonic(), response.clock)
-        server_spans.keep_on(response.trace)
+        server_spans.set_wanted(response.trace)
         self._identity.standbys = response.standbys
         # also one that is lost now: it may be back when it is needed
         self._remember_addresses(*response.standbys[:1])

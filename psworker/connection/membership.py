@@ -168,7 +168,7 @@ class WorkerMembership:
         else:
             if answer.clock:  # a release without spans has none
                 self._clock_offset.add(sent, time.monotonic(), answer.clock)
-            worker_spans.keep_on(answer.trace)
+            worker_spans.set_wanted(answer.trace)
             transport.learn(self.job, answer.addresses, answer.terms, answer.standbys)
             self.reports.confirm(reports)
             self.policy = answer.policy or self.policy

@@ -167,7 +167,7 @@ class Session(JobFacts):
         metrics.step(self.stats.last, samples)
         if self.trial is not None and self.trial.finish_step(samples):
             self.stop("the trial is complete")
-        self.enter("compute")
+        self.client.show_progress(self.stats.progress())
 
     def require_model(self, refusal: str) -> TrainedModel:
         """Return the job's model, registered now if necessary.

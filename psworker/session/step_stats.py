@@ -4,10 +4,12 @@ import time
 from collections.abc import Mapping
 
 from pscommon.tracing.recorder import worker_spans
-from pscommon.tracing.spans import WORKER_SPANS
 from psworker.core.results import StepProgress
 
 PHASES = ("data", "pull", "compute", "push", "wait", "apply")
+
+RECORDED_PHASES = ("data", "compute")
+"""Phases that are spans as well. A push has finer ones."""
 
 
 class StepStats:
@@ -35,7 +37,7 @@ class StepStats:
         now = time.monotonic()
         if self.phase:
             self._current[self.phase] += now - self._since
-            if worker_spans.is_on and self.phase in WORKER_SPANS and phase != self.phase:
+            if worker_spans.is_on and self.phase in RECORDED_PHASES:
                 worker_spans.add_of_step(self.phase, self._since)
         self.phase, self._since = phase, now
 

@@ -35,7 +35,7 @@ with psworker.connect(sys.argv[1], rank=rank) as job:
         optimizer.step()
         optimizer.zero_grad()
         print(json.dumps([optimizer.result.status, job.version, time.time()]), flush=True)
-        time.sleep(0.1)
+        time.sleep(0.1)  # the step of a larger model: faults happen during the training
     job.barrier()
     job.pull()
     flat = torch.cat([each.detach().flatten() for each in model.parameters()])

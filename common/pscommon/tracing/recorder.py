@@ -86,7 +86,7 @@ class SpanRecorder:
         """Begin the script's next step."""
         self.step = (self.step[0], self.step[1] + 1)
 
-    def keep_on(self, is_wanted: bool) -> None:
+    def set_wanted(self, is_wanted: bool) -> None:
         """Take what shard 0 says; where it says nothing, recording ends by itself in `take`."""
         if is_wanted:
             self._ends_at = self.clock() + RECORDING_SECONDS

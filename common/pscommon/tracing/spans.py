@@ -26,8 +26,6 @@ The coordinator's spans are in the process of shard 0.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WORKER_SPANS = ("data", "lease", "compute", "gather", "send", "receive", "scatter")
-SHARD_SPANS = ("receive", "check", "log", "standby", "apply", "copy", "send")
 COORDINATOR_SPANS = ("barrier", "decide")
 
 

@@ -9,22 +9,13 @@ from pscommon.tracing.clock_offset import ClockOffset, OffsetEstimate
 from pscommon.tracing.recorder import RECORDING_SECONDS, SPAN_BYTES, SpanRecorder
 from pscommon.tracing.spans import Span
 from psproto.v1 import coordinator_pb2 as co
-
-
-class HandClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.hand_clock import HandClock
 
 
 def recording() -> tuple[SpanRecorder, HandClock]:
     clock = HandClock()
     recorder = SpanRecorder(clock)
-    recorder.keep_on(True)
+    recorder.set_wanted(True)
     return recorder, clock
 
 
@@ -60,7 +51,7 @@ def test_recording_ends_by_itself_after_the_last_request() -> None:
 def test_recording_ends_when_shard_0_says_so() -> None:
     recorder, _ = recording()
 
-    recorder.keep_on(False)
+    recorder.set_wanted(False)
 
     assert not recorder.is_on
 
@@ -68,9 +59,9 @@ def test_recording_ends_when_shard_0_says_so() -> None:
 def test_a_new_recording_begins_without_old_spans() -> None:
     recorder, _ = recording()
     recorder.add("apply", 99.0)
-    recorder.keep_on(False)
+    recorder.set_wanted(False)
 
-    recorder.keep_on(True)
+    recorder.set_wanted(True)
 
     assert recorder.take() == ([], 0)
     assert recorder.recordings == 2

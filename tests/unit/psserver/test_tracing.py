@@ -9,16 +9,7 @@ from pscommon.tracing.spans import Span
 from psproto.v1 import coordinator_pb2 as pb
 from psserver.monitoring import tracing
 from psserver.monitoring.tracing import DecisionSpans, Tracing
-
-
-class HandClock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.hand_clock import HandClock
 
 
 def make() -> tuple[Tracing, SpanRecorder, HandClock]:
@@ -44,6 +35,7 @@ def test_processes_record_from_the_first_request_until_3_seconds_after_the_last(
     assert recorder.is_on
 
     clock.now += RECORDING_SECONDS + 0.1
+    made.tick()
     assert not made.is_wanted
     assert not recorder.is_on
 
@@ -138,7 +130,7 @@ def update(version: int, *keys: PushKey) -> Apply:
 def test_a_barrier_lasts_from_a_report_to_the_one_that_decides() -> None:
     clock = HandClock()
     recorder = SpanRecorder(clock)
-    recorder.keep_on(True)
+    recorder.set_wanted(True)
     decisions, one, two = DecisionSpans(recorder), PushKey(1, 5), PushKey(2, 4)
     decisions.record(report(0, one), 100.0, [])
     decisions.record(report(1, one), 101.0, [])
@@ -160,11 +152,11 @@ def test_a_barrier_lasts_from_a_report_to_the_one_that_decides() -> None:
 
 def test_arrivals_of_an_earlier_recording_do_not_count() -> None:
     recorder = SpanRecorder(HandClock())
-    recorder.keep_on(True)
+    recorder.set_wanted(True)
     decisions, push = DecisionSpans(recorder), PushKey(1, 5)
     decisions.record(report(0, push), 50.0, [])
-    recorder.keep_on(False)
-    recorder.keep_on(True)
+    recorder.set_wanted(False)
+    recorder.set_wanted(True)
 
     decisions.record(report(1, push), 100.0, [update(9, push)])
 
