@@ -23,9 +23,8 @@ from pscommon.wire.stream_format import EAGER_BYTES
 from psproto.v1 import parameter_server_pb2 as pb
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.exchange.push_receiver import OpenPushReceiver
-from psserver.parameters.staging import Staging
+from psserver.parameters.staging import Staging, check_upload
 from psserver.parameters.store import ParameterStore
-from psserver.parameters.uploads import check_upload
 from psserver.parameters.weight_reads import WeightRead
 from psserver.process.identity import ServerIdentity
 from psserver.shard.engine import ShardEngine

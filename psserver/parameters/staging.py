@@ -1,4 +1,4 @@
-"""Memory of pushes between their arrival and the update that applies them."""
+"""Pushes between their arrival and the update that applies them: their memory, and its checks."""
 
 import math
 import threading
@@ -7,8 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from pscommon.core.errors import InvalidRequestError
-from pscommon.core.partition import ByteRange
-from pscommon.parameters.partition import RoleBuffers, ShardPartition, raw
+from pscommon.core.model_spec import OptimizerSettings
+from pscommon.core.partition import ByteRange, cut
+from pscommon.optim import KINDS
+from pscommon.optim.specs import Groups
+from pscommon.parameters.finite_values import find_in_buffers, find_in_gradients, is_finite
+from pscommon.parameters.partition import RoleBuffers, SameGradientRange, ShardPartition, raw
+from pscommon.parameters.state_images import numbers_from_json
+from pscommon.system.thread_team import ThreadTeam
 from pscommon.wire.push import Part
 from psserver.parameters.push_groups import PushGroups
 
@@ -253,3 +259,59 @@ class StagingPool:
     def check_absent(self, absent: Collection[int]) -> frozenset[int]:
         """Return the indices as a set; errors as in `allocate`."""
         return _check_absent(self._partition, absent)
+
+
+def find_non_finite(staging: Staging, weights: RoleBuffers, team: ThreadTeam) -> str:
+    """Return the name of the first tensor with NaN or Inf in a push; empty if there is none.
+
+    Checks gradients and floating buffers; of initial weights only the trainable ones. A buffer may
+    have such a value where the weights have one (an attention mask's -inf). Thread-safe.
+    """
+    partition, memory = staging.partition, staging.require_memory()
+
+    def is_piece_finite(piece: SameGradientRange) -> bool:
+        parts = cut(piece.span, team.parts(piece.span.nbytes))
+        return all(
+            team.map(lambda part: is_finite(partition.view(memory, piece.dtype, *part)), parts)
+        )
+
+    found = ""
+    if not staging.gradients_are_finite:
+        found = find_in_gradients(partition, memory, staging.absent_here, is_piece_finite)
+    return found or ("" if staging.initial else find_in_buffers(partition, memory, weights))
+
+
+def replace_non_finite(staging: Staging) -> None:
+    """Replace NaN and Inf in the gradients by zeros."""
+    partition = staging.partition
+    for piece in partition.pieces((staging.absent_here,)):
+        view = partition.view(staging.require_memory(), piece.dtype, *piece.span)
+        view.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def check_upload(
+    settings: OptimizerSettings, groups: Groups, states: Collection[str], state_json: str
+) -> None:
+    """Raise InvalidRequestError if the servers cannot continue with an upload.
+
+    Args:
+        settings: The job's optimizer.
+        groups: Its hyper-parameters as of the upload.
+        states: Names of the optimizer states that the upload has.
+        state_json: State with one number per tensor.
+    """
+    kind = KINDS[settings.name]
+    try:
+        steps, scalars = numbers_from_json(state_json)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidRequestError(f"upload refused: cannot read its state: {error!r}") from None
+    stepped = {index for index, count in steps.items() if count}
+    needed = {state.name for group in groups for state in kind.states_of(group)}
+    known = {state.name for state in kind.states}
+    if unknown := sorted({*states} - known):
+        raise InvalidRequestError(f"upload refused: {settings.name} has no {', '.join(unknown)}")
+    if stepped and (missing := sorted(needed.difference(states))):
+        raise InvalidRequestError(f"upload refused: it lacks {', '.join(missing)}")
+    for scalar in kind.scalars:
+        if stepped - scalars.get(scalar.name, {}).keys():
+            raise InvalidRequestError(f"upload refused: it lacks {scalar.name} of some tensors")

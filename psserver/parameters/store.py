@@ -27,10 +27,9 @@ from pscommon.parameters.partition import (
 from pscommon.parameters.state_images import StateImages, numbers_from_json
 from pscommon.system.thread_team import ALONE, ThreadTeam
 from pscommon.wire.push import Part
-from psserver.parameters.finite_check import find_non_finite
 from psserver.parameters.gradient_mean import GradientMean
 from psserver.parameters.push_groups import MAX_CACHED_TEXTS, parse_groups, read_groups
-from psserver.parameters.staging import Staging, StagingPool
+from psserver.parameters.staging import Staging, StagingPool, find_non_finite
 from psserver.parameters.weight_reads import WeightRead, WeightReads
 
 STEP_ROLES: tuple[Role, ...] = ("trainable", "buffer")
@@ -164,7 +163,7 @@ class ParameterStore:
         return staging.partition is self._partition
 
     def find_non_finite(self, staging: Staging) -> str:
-        """Return the name of the first tensor with NaN or Inf in the push, see finite_check.py."""
+        """Return the name of the first tensor with NaN or Inf in the push."""
         return find_non_finite(staging, self._weights, self._team)
 
     def square_norm(

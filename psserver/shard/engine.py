@@ -30,8 +30,7 @@ from psserver.core.job.snapshot_schedule import PartReport
 from psserver.core.shard.state_machine import PushOutcome
 from psserver.durability.shard_log import ShardLog
 from psserver.durability.shard_state import ShardState
-from psserver.parameters.finite_check import replace_non_finite
-from psserver.parameters.staging import Staging
+from psserver.parameters.staging import Staging, replace_non_finite
 from psserver.parameters.store import ParameterStore, clipped_optimizers
 from psserver.shard.live_state import LiveShardState
 from psserver.shard.worker_traffic import WorkerTraffic

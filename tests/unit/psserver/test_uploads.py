@@ -14,9 +14,8 @@ from pscommon.parameters.partition import raw
 from pscommon.wire.frames import Filler
 from pscommon.wire.push import Part, parts_from_proto
 from psproto.v1 import parameter_server_pb2 as pb
-from psserver.parameters.staging import Staging
+from psserver.parameters.staging import Staging, check_upload
 from psserver.parameters.store import ParameterStore
-from psserver.parameters.uploads import check_upload
 
 MODEL = ModelSpec((TensorSpec("w", (6,), "float32"),), OptimizerSettings("adam"))
 STATES = ("exp_avg", "exp_avg_sq")
