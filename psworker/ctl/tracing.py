@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from pscommon.settings.values import FILE, SECONDS
 from pscommon.system.imports import installed
 from pscommon.system.small_files import replace_file, why_no_file
 from pscommon.tracing.batch import decode_spans
-from pscommon.tracing.spans import ProcessSpans
+from pscommon.tracing.spans import ProcessSpans, Span
 from psproto.v1 import coordinator_pb2 as pb
 from psworker.core.trace_events import Trace, document, dropped_notes, from_document, merged
 from psworker.core.why import Explanation, explain, remedy
@@ -76,7 +77,7 @@ class Recording:
             passed = min(seconds, self._clock() - began)
             count = sum(len(batch.spans) for batch in self._batches)
             progress(f"recorded {passed:.0f} of {duration(seconds)}: {count} spans")
-        if not any(span.pushes for batch in self._batches for span in batch.spans):
+        if not any(map(_is_of_step, chain.from_iterable(each.spans for each in self._batches))):
             raise UnreachableError(self._why_empty(seconds), "NOT_READY")
         recorded = min(seconds, self._clock() - began)
         return Trace(merged(self._batches), recorded, installed("paramserver"), self._lost)
@@ -100,6 +101,11 @@ class Recording:
             f"the job made no step in {duration(seconds)}: it is {state.get('state')}{waits}. "
             "Try: once it trains, or longer: `--seconds`"
         )
+
+
+def _is_of_step(span: Span) -> bool:
+    """Return whether a span belongs to a step; a worker that waits for its first batch has none."""
+    return span.name != "lease" and any(push for _, push in span.pushes)
 
 
 def record(settings: CommandContext, seconds: float) -> Trace:

@@ -1,7 +1,7 @@
 """A psworker.Client with a journal of its calls, over a lane that may lose and repeat calls."""
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,9 @@ class JournaledModel:
         groups_json: str = "",
         base: int | None = None,
         optimizer: str = "",
+        reduce_round: int = 0,
+        states: Mapping[str, memoryview] | None = None,
+        state_json: str = "",
     ) -> PushResult:
         """Call ModelExchange.exchange and write the operation."""
         known = {
@@ -93,6 +96,9 @@ class JournaledModel:
                     groups_json=groups_json,
                     base=base,
                     optimizer=optimizer,
+                    reduce_round=reduce_round,
+                    states=states,
+                    state_json=state_json,
                 )
             finally:
                 operation.seq = self._sequence_lane.seq
