@@ -21,7 +21,7 @@ from types import TracebackType
 from benchmarks import processes
 
 ROOT = Path(__file__).resolve().parents[1]
-ORPHAN_GUARD = ROOT / "psworker/launch/orphan_guard.py"
+ORPHAN_GUARD = ROOT / "psworker/supervision/orphan_guard.py"
 STOP_SECONDS = 60.0
 
 Measurements = dict[str, float]

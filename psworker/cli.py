@@ -26,8 +26,8 @@ from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
-from psworker.launch.script import Script, run
 from psworker.session.arguments import GROUP_VARIABLE, group_place, is_on
+from psworker.supervision.script import Script, run
 
 log = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import check_policy
 from pscommon.security.credentials import own_servers
 from pscommon.security.tokens import Tokens, new_tokens, write_tokens
-from psworker.launch.orphan_guard import spawn
+from psworker.supervision.orphan_guard import spawn
 
 START_TIMEOUT_SECONDS = 60.0
 STOP_TIMEOUT_SECONDS = 10.0

@@ -25,8 +25,8 @@ from psworker.ctl.snapshot import snapshot
 from psworker.ctl.suggest import suggest
 from psworker.ctl.top import top
 from psworker.ctl.tracing import trace, why
-from psworker.launch.decisions import signal_name
 from psworker.session.drain import DrainedError
+from psworker.supervision.decisions import signal_name
 
 # REASONS plus the one reason that is never transmitted
 ERRORS = REASONS | {

@@ -27,15 +27,15 @@ from psworker.core.batch_search import (
 )
 from psworker.ctl.context import CommandContext, pass_settings
 from psworker.ctl.output import Table, duration, number, show, size
-from psworker.launch.plan import WORKER
-from psworker.launch.processes import ManagedProcess
-from psworker.launch.script import TRACEBACK_FILE, Script
 from psworker.session.batch_trial import (
     TRIAL_VARIABLE,
     WARM_UP_COUNT,
     TrialOrder,
     TrialResult,
 )
+from psworker.supervision.plan import WORKER
+from psworker.supervision.processes import ManagedProcess
+from psworker.supervision.script import TRACEBACK_FILE, Script
 
 NOT_FOR_TRIALS = ("PS_PS", "PS_SERVERS", "PS_METRICS_BIND")
 """Variables of a job, which a script without servers refuses or does not need."""

@@ -27,8 +27,6 @@ from pscommon.system.small_files import is_special, why_no_file
 from pscommon.system.thread_team import cores
 from pscommon.telemetry import logs
 from psworker.cli import ARGS, FLAGS_BEFORE_SCRIPT, MODULE, SCRIPT, words
-from psworker.launch import plan
-from psworker.launch.script import Script
 from psworker.run import summary as report
 from psworker.run.display import Display, LogWriter, open_display
 from psworker.run.folders import log_folder, make_folder, remove_folder
@@ -37,6 +35,8 @@ from psworker.run.launcher import Launcher, RunEnd
 from psworker.run.output import Output, outputs
 from psworker.session.arguments import is_on
 from psworker.session.resume_notice import nothing_left
+from psworker.supervision import plan
+from psworker.supervision.script import Script
 
 HIGHEST_PORT = 65535
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from psworker.ctl.output import pass_text
-from psworker.launch.processes import Stream
 from psworker.run.job_poller import Status
 from psworker.run.output import Output
 from psworker.run.summary import label
+from psworker.supervision.processes import Stream
 
 LINE_SECONDS = 5.0
 PANEL_SECONDS = 0.25

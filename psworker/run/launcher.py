@@ -14,7 +14,10 @@ from urllib.parse import urlsplit
 
 from pscommon.settings.values import host_and_port
 from pscommon.telemetry.logs import get_logger
-from psworker.launch.decisions import (
+from psworker.run import summary as report
+from psworker.run.display import Display
+from psworker.run.job_poller import Connect, JobPoller, JobResult, Status
+from psworker.supervision.decisions import (
     Action,
     CollectResult,
     FinishRun,
@@ -26,12 +29,9 @@ from psworker.launch.decisions import (
     TerminateProcess,
     describe,
 )
-from psworker.launch.plan import HOST, RunPlan, index_of, is_server
-from psworker.launch.processes import ManagedProcess, PreloadedServer
-from psworker.launch.supervisor import Supervisor
-from psworker.run import summary as report
-from psworker.run.display import Display
-from psworker.run.job_poller import Connect, JobPoller, JobResult, Status
+from psworker.supervision.plan import HOST, RunPlan, index_of, is_server
+from psworker.supervision.processes import ManagedProcess, PreloadedServer
+from psworker.supervision.supervisor import Supervisor
 
 Event = Callable[[float], list[Action]]
 """An event of the supervisor: called with the time, it returns the actions."""

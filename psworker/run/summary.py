@@ -13,8 +13,8 @@ from pscommon.core.metric_row import MetricRow
 from pscommon.system.small_files import replace_file
 from pscommon.telemetry import strict_json
 from psworker.ctl.output import goodput_text
-from psworker.launch.decisions import RunOutcome
 from psworker.run.job_poller import JobResult
+from psworker.supervision.decisions import RunOutcome
 
 MAX_TRACEBACK_LINES = 60
 NOT_SAVED = "NO: the final weights were not saved; see the lines of s0"

@@ -11,7 +11,7 @@ from tests.support.sources import ROOT, Source, packages, parse, suite
 # loading data with these modules executes code of the sender
 MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 CALLS = {"eval", "exec", "compile", "torch.load", "torch.save", "yaml.load", "__import__"}
-ALLOWED = {"psworker.launch.script": {"exec"}}  # executes the script of the user
+ALLOWED = {"psworker.supervision.script": {"exec"}}  # executes the script of the user
 NAMES = {"utils", "util", "helpers", "helper", "constants", "misc", "common"}
 SLEEPS = {"time.sleep", "asyncio.sleep"}
 HOME = re.compile(r"(?<![\w.$~])/(?:" + "|".join(["home", "Users", "root", "work"]) + r")/\w")

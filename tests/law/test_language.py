@@ -80,7 +80,7 @@ ALLOWED = {
     "psworker/ctl": 0,
     "psworker/examples": 0,
     "psworker/integrations": 0,
-    "psworker/launch": 0,
+    "psworker/supervision": 0,
     "psworker/run": 0,
     "tests": 0,
     "tests/chaos": 0,

@@ -24,7 +24,8 @@ def cluster() -> Iterator[FakeCluster]:
 
 
 RUN = (
-    "import sys; from psworker.launch.script import Script, run; sys.exit(run(Script(sys.argv[1])))"
+    "import sys; from psworker.supervision.script import Script, run; "
+    "sys.exit(run(Script(sys.argv[1])))"
 )
 
 SCRIPT = """

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from psworker.launch import orphan_guard
-from psworker.launch.processes import TAIL_LINES, LineSplitter, ManagedProcess
+from psworker.supervision import orphan_guard
+from psworker.supervision.processes import TAIL_LINES, LineSplitter, ManagedProcess
 
 LIMIT = 30.0
 

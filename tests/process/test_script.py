@@ -16,7 +16,7 @@ LIMIT = 60.0
 # Only the code that runs a script: no torch, no servers.
 RUN = """
 import sys
-from psworker.launch.script import Script, run
+from psworker.supervision.script import Script, run
 script = Script(sys.argv[2], sys.argv[1] == "module", tuple(sys.argv[4:]))
 sys.exit(run(script, debug=sys.argv[3] == "debug"))
 """

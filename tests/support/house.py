@@ -36,8 +36,8 @@ ALLOWED: dict[str, set[str]] = {
         pscommon="core security settings telemetry tracing wire", psworker="core"
     ),
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
-    "psworker.launch": of(pscommon="core settings system telemetry", psworker="session"),
-    "psworker.local_servers": of(pscommon="core security", psworker="launch"),
+    "psworker.supervision": of(pscommon="core settings system telemetry", psworker="session"),
+    "psworker.local_servers": of(pscommon="core security", psworker="supervision"),
     "psworker.steps": of(
         pscommon="core optim parameters system telemetry tracing", psworker="core model session"
     ),
@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.ctl": {"pscommon"}
     | of(
         pscommon="core entry security settings snapshot system telemetry tracing wire",
-        psworker="connection core launch session",
+        psworker="connection core supervision session",
     ),
     "psworker.exchange": of(
         pscommon="core settings system telemetry tracing wire",
@@ -75,11 +75,11 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.connect": of(pscommon="core system", psworker="client core group job session"),
     "psworker.cli": of(
         pscommon="core entry optim security settings system telemetry",
-        psworker="connect group launch session",
+        psworker="connect group supervision session",
     ),
     "psworker.run": of(
         pscommon="core entry security settings snapshot system telemetry wire",
-        psworker="cli client ctl launch session",
+        psworker="cli client ctl supervision session",
     ),
     "psworker.training_nodes": of(pscommon="core system telemetry", psworker="client job session"),
     "psserver.core.coordinator": of(

@@ -57,7 +57,7 @@ if line:
 # A worker: runs a script as ps-worker does, without torch.
 WORKER = r"""
 import sys
-from psworker.launch.script import Script, run
+from psworker.supervision.script import Script, run
 at = sys.argv.index("--")
 sys.exit(run(Script(sys.argv[at + 1], "-m" in sys.argv[:at], tuple(sys.argv[at + 2 :]))))
 """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from psworker.launch.decisions import (
+from psworker.supervision.decisions import (
     Action,
     CollectResult,
     FinishRun,
@@ -14,7 +14,7 @@ from psworker.launch.decisions import (
     StopJob,
     TerminateProcess,
 )
-from psworker.launch.supervisor import Supervisor
+from psworker.supervision.supervisor import Supervisor
 
 STARTED = """
 begin        | start s0

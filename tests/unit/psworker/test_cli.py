@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.settings import options
 from psworker import cli
-from psworker.launch.script import Script
+from psworker.supervision.script import Script
 from tests.support.events import events
 
 LIMIT = 60.0

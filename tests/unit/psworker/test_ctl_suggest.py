@@ -12,8 +12,8 @@ from psworker.core.batch_search import BatchTry
 from psworker.ctl import suggest
 from psworker.ctl.cli import main
 from psworker.ctl.suggest import Trial
-from psworker.launch.script import Script
 from psworker.session.batch_trial import TrialOrder, TrialResult
+from psworker.supervision.script import Script
 
 Output = pytest.CaptureFixture[str]
 Trials = Callable[[Callable[[int], Trial]], list[TrialOrder]]

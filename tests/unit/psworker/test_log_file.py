@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from psworker.launch.processes import LogFile
+from psworker.supervision.processes import LogFile
 
 
 def test_a_refused_write_is_reported_once_and_later_lines_are_written(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from psworker.launch.decisions import (
+from psworker.run.launcher import hung_pids
+from psworker.supervision.decisions import (
     KillProcess,
     ShowMessage,
     StartProcess,
 )
-from psworker.launch.supervisor import Supervisor
-from psworker.run.launcher import hung_pids
+from psworker.supervision.supervisor import Supervisor
 
 
 def row(worker: int, pid: int, is_hung: bool, host: str = "here") -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 import pytest
 
-from psworker.launch.decisions import (
+from psworker.supervision.decisions import (
     FinishRun,
     RunOutcome,
     StopJob,
 )
-from psworker.launch.supervisor import Supervisor
+from psworker.supervision.supervisor import Supervisor
 
 WHY = "nothing was trained"
 

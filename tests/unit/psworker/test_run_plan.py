@@ -12,9 +12,9 @@ import pytest
 
 from pscommon.settings import options
 from pscommon.settings.command import given
-from psworker.launch.plan import RunPlan
-from psworker.launch.script import Script
 from psworker.run.cli import COMMAND, has_terminal
+from psworker.supervision.plan import RunPlan
+from psworker.supervision.script import Script
 from tests.support.settings_coverage import run_setting
 
 FOLDER = Path("/tmp/x")

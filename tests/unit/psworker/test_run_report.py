@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from psworker.launch.decisions import RunOutcome, describe, exit_status, is_retryable
 from psworker.run import summary as report
 from psworker.run.job_poller import JobResult
+from psworker.supervision.decisions import RunOutcome, describe, exit_status, is_retryable
 
 SETTINGS: dict[str, Any] = {"policy": "ssp", "staleness": 3, "servers": 2, "workers": 4}
 RESULT = JobResult(

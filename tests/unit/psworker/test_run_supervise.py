@@ -2,8 +2,8 @@
 
 import pytest
 
-from psworker.launch.decisions import RunOutcome
-from psworker.launch.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
+from psworker.supervision.decisions import RunOutcome
+from psworker.supervision.supervisor import BIND_SECONDS, COLLECT_SECONDS, STOP_SECONDS, Supervisor
 from tests.support.supervisor_events import STARTED, event, play
 
 SUCCESS = """

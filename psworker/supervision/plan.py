@@ -10,7 +10,7 @@ from pscommon.settings import options
 from pscommon.settings.command import Option
 from pscommon.settings.environment import without_settings
 from pscommon.settings.values import host_and_port
-from psworker.launch.script import TRACEBACK_FILE, Script
+from psworker.supervision.script import TRACEBACK_FILE, Script
 
 HOST = "127.0.0.1"
 
@@ -18,7 +18,7 @@ HOST = "127.0.0.1"
 SERVER = (sys.executable, "-P", "-m", "psserver")
 SPARE = (sys.executable, "-P", "-m", "psserver.preload")
 WORKER = (sys.executable, "-P", "-m", "psworker")
-GROUP = (sys.executable, "-P", "-m", "psworker.launch.group")
+GROUP = (sys.executable, "-P", "-m", "psworker.supervision.group")
 
 
 @dataclass(frozen=True, slots=True)

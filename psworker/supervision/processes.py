@@ -18,7 +18,7 @@ from subprocess import PIPE
 from typing import Literal
 
 from pscommon.system.process_id import process_id
-from psworker.launch.orphan_guard import spawn
+from psworker.supervision.orphan_guard import spawn
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]

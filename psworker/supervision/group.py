@@ -1,4 +1,4 @@
-"""Start the ranks of a group: `python -m psworker.launch.group RANKS COMMAND...`.
+"""Start the ranks of a group: `python -m psworker.supervision.group RANKS COMMAND...`.
 
 Each rank gets the variables that torchrun gives. The output of ranks from 1 on is marked. When one
 ends with an error, the others are ended too. The exit code is that of a rank that failed by itself.
@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, TextIO
 
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch.orphan_guard import spawn
+from psworker.supervision.orphan_guard import spawn
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0

@@ -26,7 +26,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from pscommon.core.exit_codes import ExitCode
-from psworker.launch.decisions import (
+from psworker.supervision.decisions import (
     Action,
     CollectResult,
     FinishRun,
