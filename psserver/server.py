@@ -15,6 +15,7 @@ from pscommon.security.credentials import process_credentials
 from pscommon.snapshot import DataDirLock
 from pscommon.telemetry.http import MetricsServer
 from pscommon.telemetry.logs import get_logger
+from pscommon.tracing.recorder import server_spans
 from pscommon.wire.metrics_port import serve_metrics, show_expiry
 from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.status import describe_page
@@ -97,6 +98,7 @@ class Server:
         )
         resources.callback(self._streams.close)
         self.metrics.show_shard(self._about)
+        self.metrics.show_phases(server_spans)
         if self.service is not None:
             resources.enter_context(self.service.events.attached())
         if config.metrics_bind is not None:

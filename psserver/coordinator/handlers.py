@@ -139,8 +139,7 @@ async def next_batch(
 ) -> pb.NextBatchResponse:
     began = server_spans.now()
     answer = await worker_handlers.next_batch(service, request, waiter)
-    if began:
-        server_spans.add("lease", began, ((request.worker, 0),), request.received)
+    server_spans.add("lease", began, ((request.worker, 0),), request.received)
     return answer
 
 

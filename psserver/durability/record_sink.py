@@ -124,8 +124,7 @@ class RecordSink:
         if self._log is not None:
             began = server_spans.now()
             self._log.append(kind, header, payload)
-            if began:
-                server_spans.add("log", began, pushes)
+            server_spans.add("log", began, pushes)
         if settled:
             self._wait_for_standby(sent, pushes)
 
@@ -137,9 +136,9 @@ class RecordSink:
     def _wait_for_standby(self, sent: tuple[int, int], pushes: Pushes = ()) -> None:
         if self._line is None:
             return
-        began = server_spans.now() if self._line.has_standby else 0.0
+        has_standby, began = self._line.has_standby, server_spans.now()
         self._line.wait_for_standby(sent)
-        if began:
+        if has_standby:
             server_spans.add("standby", began, pushes)
 
     def begin_records(self, version: int, records: Iterable[Raw]) -> None:

@@ -101,8 +101,7 @@ class Exchange:
             if is_decided is None:
                 began = server_spans.now()
                 staging = await self._receive_push(io, seconds)
-                if began:
-                    self._record_span("receive", began)
+                self._record_span("receive", began)
                 # from here on the engine frees the staging, also after an error
                 stage = partial(engine.stage_push, self._make_staged(key), staging)
                 is_repeated = not await io.do(stage)
@@ -283,8 +282,7 @@ class Exchange:
     async def _send(self, io: ExchangeIO, result: pb.ExchangeResult, weights: Weights) -> None:
         began = server_spans.now()
         await io.send(result, weights, self._note_alive)
-        if began:
-            self._record_span("send", began)
+        self._record_span("send", began)
 
     def _record_span(self, name: str, began: float) -> None:
         server_spans.add(name, began, ((self._header.worker, self._header.seq),))
@@ -308,8 +306,7 @@ def _read_all(engine: ShardEngine, header: pb.PushPullHeader, result: pb.Exchang
         read = _open_read(store, version, header, result)
         weights = b"".join(read.views())
         read.close()
-        if began:
-            _record_copy(began, header, result)
+        _record_copy(began, header, result)
     engine.traffic.statistics.count_sent(len(weights))
     return weights
 
@@ -325,8 +322,7 @@ def _write_shared(
             everything = header.pull == pb.PULL_ALL
             result.nbytes = store.copy_to(buffers.weights, everything, unchanged)
     result.pull_seconds = time.monotonic() - began
-    if server_spans.is_on:
-        _record_copy(began, header, result)
+    _record_copy(began, header, result)
     engine.traffic.statistics.count_sent(result.nbytes)
 
 

@@ -103,14 +103,12 @@ class DecisionSpans:
     def record(self, report: ShardReport, arrived: float, entries: Iterable[Entry]) -> None:
         """Record a report, and the updates that it has decided.
 
-        arrived: When it arrived, in monotonic seconds; 0 if nothing was recorded then.
+        arrived: When it arrived, in monotonic seconds.
         entries: New entries of the log.
         """
         if self._recording != self._recorder.recordings:
             self._recording = self._recorder.recordings
             self._arrivals.clear()  # decided since then
-        if not arrived:
-            return
         for staged in report.staged if len(self._arrivals) < MAX_WAITING_PUSHES else ():
             self._arrivals.setdefault((staged.key, report.shard), arrived)
         for entry in entries:

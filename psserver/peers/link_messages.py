@@ -174,6 +174,9 @@ def statistics(engine: ShardEngine, standby_link: StandbyLink | None = None) -> 
         "received_bytes": traffic.received_bytes,
         "sent_bytes": traffic.sent_bytes,
         "apply_seconds": round(traffic.apply_seconds, 6),
+        "phase_seconds": {
+            phase: round(value, 3) for phase, value in server_spans.phase_seconds.items()
+        },
         "duplicates": traffic.duplicate_count,
         "pid": os.getpid(),
     }

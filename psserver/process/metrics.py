@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
-from prometheus_client.core import InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from pscommon.system.imports import installed
 from pscommon.telemetry.http import SECONDS, new_registry
+from pscommon.tracing.recorder import ShardRecorder
 
 MAX_WORKERS = 256
 """Series of a metric with the label `worker`; further workers share the label "other"."""
@@ -69,6 +70,10 @@ class ServerMetrics:
         for name in shares():
             value = partial(_share, shares, name)
             gauge.labels(self._shard, name).set_function(value)
+
+    def show_phases(self, recorder: ShardRecorder) -> None:
+        """Add the seconds by phase, and the steps whose spans were dropped, at a scrape."""
+        self.registry.register(_Phases(self._shard, recorder))
 
     def set_model_size(self, parameters: int, nbytes: int) -> None:
         """Set the size of this shard's part of the model, in elements and in bytes."""
@@ -308,3 +313,21 @@ class _ShardInfo(Collector):
         yield InfoMetricFamily(
             "ps_shard", "Shard and job of this server", value=dict(self._labels())
         )
+
+
+class _Phases(Collector):
+    """What a recorder has measured so far."""
+
+    def __init__(self, shard: str, recorder: ShardRecorder) -> None:
+        self._shard, self._recorder = shard, recorder
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        about = "Time of the shard's work by phase"
+        seconds = CounterMetricFamily("ps_shard_phase_seconds", about, labels=("shard", "phase"))
+        for phase, value in self._recorder.phase_seconds.items():
+            seconds.add_metric((self._shard, phase), value)
+        yield seconds
+        about = "Steps whose spans did not fit into a message while they were recorded"
+        dropped = CounterMetricFamily("ps_trace_steps_dropped", about, labels=("shard",))
+        dropped.add_metric((self._shard,), self._recorder.dropped_steps)
+        yield dropped

@@ -190,8 +190,7 @@ class ShardEngine:
             )
         began = server_spans.now()
         staged = check_gradient(staged, staging, store, self.gradient_rules)
-        if began:
-            server_spans.add("check", began, (staged.key,))
+        server_spans.add("check", began, (staged.key,))
         with self.live.log_lock:
             with self.live.changed:
                 state = self.live.state
@@ -307,9 +306,8 @@ class ShardEngine:
                     began = time.monotonic()
                     state.compute(entry)
                     seconds = time.monotonic() - began
-                    if server_spans.is_on:
-                        pushes = tuple(each.key for each in entry.contributions)
-                        server_spans.add("apply", began, pushes, entry.version)
+                    pushes = tuple(each.key for each in entry.contributions)
+                    server_spans.add("apply", began, pushes, entry.version, ended=began + seconds)
                     for on_update in self._on_update:
                         on_update(entry, staged_at, began, seconds)
                 case Reject():

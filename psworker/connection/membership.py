@@ -32,6 +32,7 @@ from psworker.connection.retry import LogTimer, PendingRequests
 from psworker.core.clock import CallActivity
 from psworker.core.push_sequence import PushSequence
 from psworker.core.results import StepProgress
+from psworker.session import metrics
 from psworker.session.drain import Drain
 from psworker.session.reports import ReportBuffer, ValueReport
 from psworker.transport.interface import Transport
@@ -156,7 +157,9 @@ class WorkerMembership:
             values=self.wire_values(reports),
         )
         if worker_spans.is_on:
-            request.spans = encode_spans(*worker_spans.take(), self._clock_offset.best)
+            spans, dropped = worker_spans.take()
+            request.spans = encode_spans(spans, dropped, self._clock_offset.best)
+            metrics.trace_steps_dropped(dropped)
         sent = time.monotonic()
         try:
             answer = transport.request(HEARTBEAT, request, timeout)

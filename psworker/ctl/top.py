@@ -35,7 +35,8 @@ WORKERS = views.chosen(
 """A narrow terminal cuts the last columns."""
 
 SERVERS = views.chosen(
-    views.SERVERS, "shard", "up", "version", "weights", "received", "sent", "address", "standby"
+    views.SERVERS,
+    *("shard", "up", "version", "weights", "received", "sent", "phases", "address", "standby"),
 )
 
 

@@ -212,6 +212,15 @@ def snapshots(listed: Sequence[Json]) -> Table:
     return table_of("", listed, SNAPSHOTS)
 
 
+def _largest_phases(row: Json) -> str:
+    """Return where most of a worker's or shard's time went: "compute 71%, wait 20%"."""
+    found = row.get("phase_seconds") or {}
+    seconds = {phase: value for phase, value in found.items() if value is not None}
+    total = sum(seconds.values())
+    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
+    return ", ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in largest if total)
+
+
 SERVERS: Columns = {
     "shard": "shard",
     "address": "address",
@@ -221,17 +230,9 @@ SERVERS: Columns = {
     "optimizer": _shown(size, "state_bytes"),
     "received": _shown(size, "received_bytes"),
     "sent": _shown(size, "sent_bytes"),
+    "phases": _largest_phases,
     "standby": _standby,
 }
-
-
-def _largest_phases(row: Json) -> str:
-    """Return where most of a worker's time went: "compute 71%, wait 20%"."""
-    found = row.get("phase_seconds") or {}
-    seconds = {phase: value for phase, value in found.items() if value is not None}
-    total = sum(seconds.values())
-    largest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:2]
-    return ", ".join(f"{phase} {seconds[phase] / total:.0%}" for phase in largest if total)
 
 
 WORKERS: Columns = {

@@ -20,6 +20,7 @@ class WorkerMetrics:
 
     Attributes:
         in_job: 1 while the worker has a membership, even if the servers do not answer.
+        trace_steps_dropped: Steps that are missing in a trace.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -49,6 +50,11 @@ class WorkerMetrics:
             "ps_worker_reported",
             "Values that the script reported last",
             ("name",),
+            registry=registry,
+        )
+        self.trace_steps_dropped = Counter(
+            "ps_worker_trace_steps_dropped_total",
+            "Steps whose spans did not fit into a message while they were recorded",
             registry=registry,
         )
         self._names: set[str] = set()
@@ -110,6 +116,12 @@ def in_job(is_in: bool) -> None:
     """Set WorkerMetrics.in_job if the metrics are served."""
     if _serving is not None:
         _serving[0].in_job.set(is_in)
+
+
+def trace_steps_dropped(count: int) -> None:
+    """Count steps that are missing in a trace if the metrics are served."""
+    if _serving is not None:
+        _serving[0].trace_steps_dropped.inc(count)
 
 
 def step(phases: Mapping[str, float], samples: int) -> None:

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "psserver.parameters": of(pscommon="core optim parameters system wire"),
     "psserver.waiting": set(),
     "psserver.process": of(
-        pscommon="core security settings snapshot system telemetry wire",
+        pscommon="core security settings snapshot system telemetry tracing wire",
         psserver="core.job waiting",
     ),
     "psworker.core": of(pscommon="core tracing"),
@@ -142,7 +142,7 @@ ALLOWED: dict[str, set[str]] = {
         psserver="coordinator durability exchange peers process replication shard sockets",
     ),
     "psserver.server": of(
-        pscommon="core security snapshot telemetry wire",
+        pscommon="core security snapshot telemetry tracing wire",
         psserver="coordinator durability monitoring peers process replication roles sockets",
     ),
     "psserver.app": of(

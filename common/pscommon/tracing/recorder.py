@@ -3,6 +3,7 @@
 Theory of operation:
 
 - Off, which is normal, a span costs one branch: `now` returns 0, and its caller records nothing.
+- A server always measures the phases of its shard, and adds up their seconds.
 - On, a span is a tuple in a buffer. The thread that sends heartbeats or reports empties it once a
   second, and switches recording off when shard 0 no longer asks.
 - A buffer holds what one message may carry. What comes later is dropped step by step: a push of
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from pscommon.core.limits import MAX_SPAN_BATCH_NBYTES
-from pscommon.tracing.spans import Span
+from pscommon.tracing.spans import SHARD_PHASES, Span
 
 RECORDING_SECONDS = 3.0
 """How long a process records after the last request for spans."""
@@ -36,6 +37,7 @@ class SpanRecorder:
 
     Attributes:
         is_on: Whether spans are recorded.
+        dropped_steps: Steps whose spans were dropped, since the start of the process.
         recordings: How often recording has begun.
         step: Worker and number of the push of the script's current step, for spans that precede
             the push. The worker is 0 before it has registered the model.
@@ -43,7 +45,7 @@ class SpanRecorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.is_on, self.recordings = False, 0
+        self.is_on, self.recordings, self.dropped_steps = False, 0, 0
         self.step = (0, 0)
         self._ends_at = 0.0
         self._spans: deque[Span] = deque()
@@ -105,6 +107,7 @@ class SpanRecorder:
         """Return the spans since the last call, and the number of steps that were dropped."""
         self._switch()
         spans, dropped = self._empty()
+        self.dropped_steps += len(dropped)
         left_out = dropped | self._dropped_before
         self._dropped_before = dropped
         if left_out:
@@ -118,8 +121,43 @@ class SpanRecorder:
         return list(spans), dropped
 
 
+class ShardRecorder(SpanRecorder):
+    """The spans of a server in this process, and what its phases take in all.
+
+    Attributes:
+        phase_seconds: Seconds by phase since the start of the process. Pushes that are received
+            or answered at the same time count each.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self.phase_seconds = dict.fromkeys(SHARD_PHASES, 0.0)
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Return the monotonic time in seconds."""
+        return self.clock()
+
+    def add(
+        self,
+        name: str,
+        began: float,
+        pushes: Pushes = (),
+        version: int = 0,
+        shard: int = 0,
+        ended: float | None = None,
+    ) -> None:
+        """Count a phase of the shard; record its span if someone asks for spans."""
+        ended = self.clock() if ended is None else ended
+        if name in self.phase_seconds:
+            with self._lock:
+                self.phase_seconds[name] += ended - began
+        if self.is_on:
+            super().add(name, began, pushes, version, shard, ended)
+
+
 worker_spans = SpanRecorder()
 """The spans of the worker in this process."""
 
-server_spans = SpanRecorder()
+server_spans = ShardRecorder()
 """The spans of the server in this process."""

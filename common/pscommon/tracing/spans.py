@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 COORDINATOR_SPANS = ("barrier", "decide")
 
+SHARD_PHASES = ("receive", "check", "log", "standby", "apply", "copy", "send")
+
 
 class Span(NamedTuple):
     """One timed phase in one process.

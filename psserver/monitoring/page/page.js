@@ -209,34 +209,43 @@ byId("legend").append(...PHASES.map((phase) => make("span", {},
   draw("svg", {viewBox: "0 0 1 1", "aria-hidden": "true"},
     draw("rect", {class: phase, width: 1, height: 1})), phase)));
 
-const totals = new Map();  // by worker: phase_seconds of the last document that changed them
-const phases = new Map();  // by worker: seconds by phase between the last two that differ
+const totals = new Map();  // by worker or shard: phase_seconds of the last document that changed them
+const phases = new Map();  // by worker or shard: seconds by phase between the last two that differ
 
-function measurePhases(workers) {
-  for (const {worker, phase_seconds: now} of workers) {
-    const before = totals.get(worker) ?? {};
-    const spent = PHASES.map((phase) => Math.max(0, (now?.[phase] ?? 0) - (before[phase] ?? 0)));
-    if (spent.some((seconds) => seconds > 0)) {
-      phases.set(worker, spent);
-      totals.set(worker, now);
+function measurePhases({workers, servers}) {
+  const found = new Map([...workers.map((row) => [`worker ${row.worker}`, row.phase_seconds]),
+    ...servers.map((row) => [`shard ${row.shard}`, row.phase_seconds])]);
+  for (const [key, now] of found) {
+    const before = totals.get(key) ?? {};
+    const spent = Object.entries(now ?? {}).map(
+      ([phase, seconds]) => [phase, Math.max(0, seconds - (before[phase] ?? 0))]);
+    if (spent.some(([, seconds]) => seconds > 0)) {
+      phases.set(key, Object.fromEntries(spent));
+      totals.set(key, now);
     }
   }
-  const present = new Set(workers.map((row) => row.worker));
-  for (const worker of totals.keys()) {
-    if (!present.has(worker)) { totals.delete(worker); phases.delete(worker); }
+  for (const key of totals.keys()) {
+    if (!found.has(key)) { totals.delete(key); phases.delete(key); }
   }
 }
 
-function phaseBar(worker) {
-  const spent = phases.get(worker);
-  if (!spent) return "";
-  const sum = spent.reduce((a, b) => a + b, 0);
-  const text = PHASES.map((phase, i) => [spent[i] / sum, phase]).filter(([part]) => part >= 0.01)
+// shares of the phases that take at least 1 %, as text, largest first
+function phaseShares(key) {
+  const spent = Object.entries(phases.get(key) ?? {});
+  const sum = spent.reduce((all, [, seconds]) => all + seconds, 0);
+  return spent.map(([phase, seconds]) => [seconds / sum, phase]).filter(([part]) => part >= 0.01)
     .sort((a, b) => b[0] - a[0]).map(([part, phase]) => `${phase} ${(100 * part).toFixed(0)} %`);
+}
+
+function phaseBar(worker) {
+  const key = `worker ${worker}`, spent = phases.get(key), text = phaseShares(key);
+  if (!spent) return "";
+  const sum = PHASES.reduce((all, phase) => all + (spent[phase] ?? 0), 0);
   let x = 0;
-  const parts = PHASES.map((phase, i) => {
-    const part = draw("rect", {class: phase, x, y: 0, height: 10, width: 100 * spent[i] / sum});
-    x += 100 * spent[i] / sum;
+  const parts = PHASES.map((phase) => {
+    const width = 100 * (spent[phase] ?? 0) / sum;
+    const part = draw("rect", {class: phase, x, y: 0, height: 10, width});
+    x += width;
     return part;
   });
   return make("span", {},
@@ -276,6 +285,7 @@ const SERVERS = [
   ["weights", (row) => size(row.parameter_bytes), true],
   ["received", (row) => size(row.received_bytes), true],
   ["sent", (row) => size(row.sent_bytes), true],
+  ["phases", (row) => phaseShares(`shard ${row.shard}`).slice(0, 3).join(", ")],
   ["standby", (row) => row.standby || make("span", {class: "dim"}, "none")],
   ["standby state", (row) => row.standby ? row.standby_state : ""],
   ["records behind", (row) => row.standby ? number(row.standby_behind) : "", true],
@@ -352,7 +362,7 @@ function show(status) {
   if (known(percent)) byId("progress").value = percent;
   say(byId("progress-text"), progressText(status.progress));
   showCurves(status.series);
-  measurePhases(status.workers);
+  measurePhases(status);
   table(byId("workers"), WORKERS, status.workers);
   say(byId("workers-note"), status.workers.length === 0 ? "No worker has joined yet."
     : status.workers_omitted ? `${status.workers_omitted} more: ps-ctl workers shows them` : "");

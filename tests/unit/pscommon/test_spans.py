@@ -6,7 +6,12 @@ from pscommon.core.errors import PSError
 from pscommon.core.limits import MAX_SPAN_BATCH_NBYTES
 from pscommon.tracing.batch import decode_spans, encode_spans
 from pscommon.tracing.clock_offset import ClockOffset, OffsetEstimate
-from pscommon.tracing.recorder import RECORDING_SECONDS, SPAN_BYTES, SpanRecorder
+from pscommon.tracing.recorder import (
+    RECORDING_SECONDS,
+    SPAN_BYTES,
+    ShardRecorder,
+    SpanRecorder,
+)
 from pscommon.tracing.spans import Span
 from psproto.v1 import coordinator_pb2 as co
 from tests.support.hand_clock import HandClock
@@ -36,6 +41,21 @@ def test_a_span_lasts_until_it_is_added() -> None:
     spans, dropped = recorder.take()
     assert spans == [Span("apply", 100.0, 0.25, ((1, 2), (3, 4)), 7, 0, "MainThread")]
     assert dropped == 0
+    assert recorder.take() == ([], 0)
+
+
+def test_a_shard_measures_its_phases_without_a_request() -> None:
+    clock = HandClock()
+    recorder = ShardRecorder(clock)
+    began = recorder.now()
+    clock.now += 0.25
+
+    recorder.add("apply", began, ((1, 2),), version=7)
+    recorder.add("apply", began, ended=began + 0.125)
+    recorder.add("lease", began)
+
+    assert recorder.phase_seconds["apply"] == 0.375
+    assert sum(recorder.phase_seconds.values()) == 0.375
     assert recorder.take() == ([], 0)
 
 
