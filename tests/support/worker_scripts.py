@@ -94,6 +94,27 @@ def train(
             print(f"step {time.monotonic():.3f} {job.version}", flush=True)
 
 
+def train_with_account(
+    address: str, rank: int | None, epochs: int, pause: float, pause_at: int, until: Path
+) -> None:
+    """Train like `train`. Print the samples of each gradient, and what became of it."""
+    torch.set_num_threads(1)
+    timer = threading.Event()
+    with psworker.connect(address, rank=rank, device="cpu", connect_timeout=60.0) as job:
+        model = network()
+        optimizer = job.optimizer(torch.optim.Adam(model.parameters(), lr=0.05), model)
+        for x, y in job.batches(data(), batch_size=8, epochs=epochs, seed=3):
+            F.cross_entropy(model(x), y).backward()
+            timer.wait(pause)
+            print(f"computed {len(x)}", flush=True)
+            optimizer.step()
+            result = optimizer.result
+            print(f"decided {result.status} {job.version} {time.monotonic()}", flush=True)
+            optimizer.zero_grad()
+            while job.version >= pause_at and not until.exists():
+                timer.wait(POLL_SECONDS)
+
+
 def train_gan(
     address: str,
     rank: int | None,
