@@ -89,7 +89,7 @@ def _describe(
         "progress": service.progress.describe(coordinator, now),
         "data": data(coordinator),
         "snapshots": listing,
-        "snapshot_age_seconds": round(time.time() - snapshots.newest_time, 3)
+        "snapshot_age_seconds": round(max(0.0, time.time() - snapshots.newest_time), 3)
         if snapshots.newest_time
         else None,
         "snapshot_problem": snapshots.problem,

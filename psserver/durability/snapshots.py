@@ -323,7 +323,7 @@ class SnapshotManager:
                 "version": version,
                 "path": self.path(version),
                 "nbytes": manifest.nbytes,
-                "seconds": round(time.time() - _written_at(manifest), 3),
+                "seconds": round(max(0.0, time.time() - _written_at(manifest)), 3),
             }
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from pscommon.core.errors import InvalidRequestError
+from pscommon.tracing.clock_offset import ClockOffset
 from pscommon.tracing.spans import COORDINATOR_SPANS, ProcessSpans, Span
 
 FORMAT = 1
@@ -21,6 +22,9 @@ FORMAT_KEY = "paramserver_trace"
 MICROSECONDS_FACTOR = 1_000_000
 ROUNDING_SECONDS = 2e-6
 """Durations are recorded as numbers of 32 bits; what overlaps by less is cut."""
+
+UNUSABLE_SECONDS = 1.0
+"""Arrows between clocks that are so far apart mean nothing."""
 
 Json = Mapping[str, Any]
 
@@ -44,7 +48,8 @@ class Trace(NamedTuple):
 def merged(batches: Iterable[ProcessSpans]) -> list[ProcessSpans]:
     """Return one ProcessSpans for each process; of its offsets the most certain one counts.
 
-    Times that are not finite are left out.
+    Where a clock has jumped, the jump is part of the uncertainty. Times that are not finite are
+    left out.
     """
     groups: dict[tuple[str, int], list[ProcessSpans]] = defaultdict(list)
     for batch in batches:
@@ -55,9 +60,24 @@ def merged(batches: Iterable[ProcessSpans]) -> list[ProcessSpans]:
         best = min(known, key=lambda part: part.uncertainty_seconds or 0.0, default=parts[-1])
         spans = [span for part in parts for span in part.spans if is_sound(span)]
         dropped = sum(part.dropped_steps for part in parts)
-        offset = best.offset_seconds, best.uncertainty_seconds
+        offset = best.offset_seconds, _uncertainty(known)
         processes.append(ProcessSpans(role, number, spans, *offset, dropped))
     return processes
+
+
+def _uncertainty(known: Sequence[ProcessSpans]) -> float | None:
+    """Return the smallest uncertainty, or how far the offsets lie apart if they contradict."""
+    offsets = [
+        ClockOffset(each.offset_seconds, each.uncertainty_seconds)
+        for each in known
+        if each.uncertainty_seconds is not None
+    ]
+    if not offsets:
+        return None
+    low, high = min(offsets), max(offsets)
+    if high.contradicts(low):
+        return high.seconds - low.seconds
+    return min(each.uncertainty_seconds for each in offsets)
 
 
 def is_sound(span: Span) -> bool:
@@ -95,6 +115,13 @@ def dropped_notes(trace: Trace) -> list[str]:
         f"{process.role} {process.number} dropped the spans of {process.dropped_steps} steps"
         for process in trace.processes
         if process.dropped_steps
+    ]
+    notes += [
+        f"the clock of {process.role} {process.number} may be off by "
+        f"{process.uncertainty_seconds:.1f} s: its link is slow, or a machine was suspended. "
+        "Try: record again"
+        for process in trace.processes
+        if (process.uncertainty_seconds or 0.0) >= UNUSABLE_SECONDS
     ]
     if trace.lost_batches:
         lost = trace.lost_batches

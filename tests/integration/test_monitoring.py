@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -225,6 +226,22 @@ def test_the_age_of_a_snapshot_survives_a_restart(
         seen = scrape(server)
         assert written - 60 < seen("ps_snapshot_last_success_timestamp_seconds") <= written
         assert seen("ps_snapshot_bytes") > 0
+
+
+def test_a_clock_that_is_set_back_makes_no_snapshot_younger_than_now(
+    cluster: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = cluster(data_dir=tmp_path, snapshot_every=SnapshotEvery(steps=1))
+    with counter(servers.address) as client:
+        client.push(ONES)
+        until(lambda: status(servers.address)["snapshots"], "a snapshot")
+        earlier = Mock(wraps=time, time=lambda: time.time() - 3600)
+        monkeypatch.setattr("psserver.coordinator.status.time", earlier)
+        monkeypatch.setattr("psserver.durability.snapshots.time", earlier)
+        found = status(servers.address)
+
+    assert found["snapshot_age_seconds"] == 0
+    assert {row["seconds"] for row in found["snapshots"]} == {0}
 
 
 def test_probes_show_a_live_server_and_the_missing_weights(cluster: Make) -> None:

@@ -8,7 +8,10 @@ from collections import deque
 from typing import NamedTuple
 
 WINDOW_SECONDS = 30.0
-"""Age up to which a round trip counts. Clocks drift at most some microseconds in this time."""
+"""Age up to which a round trip counts."""
+
+MAX_DRIFT_RATIO = 500e-6
+"""How far one clock may run ahead of another one, as NTP assumes (RFC 5905: PHI and its limits)."""
 
 
 class ClockOffset(NamedTuple):
@@ -21,6 +24,12 @@ class ClockOffset(NamedTuple):
 
     seconds: float
     uncertainty_seconds: float
+
+    def contradicts(self, other: "ClockOffset", apart: float = WINDOW_SECONDS) -> bool:
+        """Return whether both cannot be true, measured `apart` seconds from each other."""
+        between = abs(self.seconds - other.seconds)
+        uncertain = self.uncertainty_seconds + other.uncertainty_seconds
+        return between > uncertain + MAX_DRIFT_RATIO * apart
 
 
 class _RoundTrip(NamedTuple):
@@ -48,6 +57,8 @@ class OffsetEstimate:
             return  # the echo of an older connection
         half = (received - sent) / 2
         trip = _RoundTrip(2 * half, received, ClockOffset(other + half - received, half))
+        if any(trip.offset.contradicts(each.offset) for each in self._trips):
+            self._trips.clear()  # a clock has jumped: its machine was suspended
         self._trips.append(trip)
         while self._trips[0].ended < received - WINDOW_SECONDS:
             self._trips.popleft()

@@ -183,6 +183,25 @@ def test_the_shortest_round_trip_gives_the_offset() -> None:
     assert estimate.best == pytest.approx((1000.0, 0.01))
 
 
+def test_a_jump_of_a_clock_ends_what_was_known_before() -> None:
+    """The machine was suspended for an hour; its monotonic clock stood still."""
+    estimate = OffsetEstimate()
+    estimate.add(sent=10.0, received=10.01, other=1010.0)
+
+    estimate.add(sent=11.0, received=11.5, other=4611.2)
+
+    assert estimate.best == pytest.approx((4599.95, 0.25))
+
+
+def test_drift_is_no_jump() -> None:
+    estimate = OffsetEstimate()
+    estimate.add(sent=10.0, received=10.001, other=1010.0)
+
+    estimate.add(sent=35.0, received=35.002, other=1035.003)
+
+    assert estimate.best == pytest.approx((999.9995, 0.0005))
+
+
 def test_old_round_trips_do_not_count() -> None:
     estimate = OffsetEstimate()
     estimate.add(sent=10.0, received=10.01, other=0.0)

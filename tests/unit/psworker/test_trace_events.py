@@ -10,7 +10,7 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.tracing.spans import ProcessSpans, Span
-from psworker.core.trace_events import Trace, document, from_document, merged
+from psworker.core.trace_events import Trace, document, dropped_notes, from_document, merged
 from tests.support.simulated_trace import Delay, SimulatedJob
 
 NUMBER = (int, float)
@@ -219,7 +219,7 @@ def test_batches_of_a_process_are_merged() -> None:
         ProcessSpans("worker", 1, [one], 0.0, None, 1),
         ProcessSpans("shard", 0, [three], 0.0, 0.0),
         ProcessSpans("worker", 1, [two], 5.0, 0.002, 2),
-        ProcessSpans("worker", 1, [three], 5.5, 0.03),
+        ProcessSpans("worker", 1, [three], 5.02, 0.03),
     ]
 
     assert merged(batches) == [
@@ -250,3 +250,20 @@ def damaged(**changes: object) -> dict[str, Any]:
 def test_a_file_that_is_no_trace_of_ours_is_refused(loaded: object, problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         from_document(loaded)
+
+
+def test_a_clock_that_jumped_is_named() -> None:
+    """Worker 2 was suspended while it recorded: its offset changed by an hour."""
+    batches = [
+        ProcessSpans("worker", 1, [], 10.0, 0.001),
+        ProcessSpans("worker", 1, [], 10.002, 0.003),
+        ProcessSpans("worker", 2, [], 20.0, 0.001),
+        ProcessSpans("worker", 2, [], 3620.0, 0.004),
+    ]
+
+    trace = Trace(merged(batches))
+
+    assert [each.uncertainty_seconds for each in trace.processes] == [0.001, 3600.0]
+    (note,) = dropped_notes(trace)
+    assert note.startswith("the clock of worker 2 may be off by 3600.0 s")
+    assert note.endswith("Try: record again")
