@@ -21,6 +21,7 @@ from psserver.coordinator.service import CoordinatorService
 from psserver.coordinator.status import describe_page
 from psserver.durability.data_formats import check_data_dir_mode, check_data_formats
 from psserver.monitoring.live_page import live_pages, page_url
+from psserver.monitoring.step_export import start_export
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.process.config import ServerConfig
 from psserver.process.port_file import PortFile, announce
@@ -101,6 +102,8 @@ class Server:
         self.metrics.show_phases(server_spans)
         if self.service is not None:
             resources.enter_context(self.service.events.attached())
+            if export := start_export(self.service.tracing, os.environ):
+                resources.callback(export.close)
         if config.metrics_bind is not None:
             self.monitor = self._make_monitor(config.metrics_bind)
             resources.callback(self.monitor.close)

@@ -3,6 +3,7 @@
 __all__ = [
     "live_page",
     "pass_progress",
+    "step_export",
     "tracing",
     "training_curves",
     "wait_notices",

@@ -90,6 +90,7 @@ HOMES = {
     },
     "cryptography": {"pscommon.security"},
     "tensorboardX": {"pscommon.system.event_files"},
+    "opentelemetry": {"psserver.monitoring.step_export"},
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.telemetry.logs"},
@@ -127,7 +128,8 @@ def violation(source: Source, imported: str) -> str:
 def core_violation(module: str, imported: str) -> str:
     own_core = module[: (module + ".").index(".core.") + len(".core")]
     allowed = PURE | PURE_EXTRAS.get(module, set())
-    values = ("pscommon.core", "pscommon.tracing.spans", own_core)
+    tracing = ("pscommon.tracing.spans", "pscommon.tracing.clock_offset")
+    values = ("pscommon.core", *tracing, own_core)
     if imported.partition(".")[0] in allowed or is_in(imported, values):
         return ""
     # `from pscommon.core import x` names the package above it on the way

@@ -34,7 +34,7 @@ WORKER_LOGGERS = ("psworker", "pscommon")
 LIMITED_SECONDS = 10.0
 """Time between two lines of a limited event."""
 
-LIMITED_LIBRARIES = ("asyncio", "grpc")
+LIMITED_LIBRARIES = ("asyncio", "grpc", "opentelemetry")
 """Their loggers are limited, too: gRPC logs a traceback for metadata that it cannot decode."""
 
 # by logger and event: the time of the last line, and the number of those left out since
