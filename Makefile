@@ -6,6 +6,7 @@
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
 # make test-why  jobs that are slow in 20 drawn places, each of which ps-ctl why has to name (about five minutes)
+# make test-spark  psworker.spark on a standalone cluster of Spark, which it starts; needs Java 17
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
@@ -33,7 +34,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts test-spark check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -133,6 +134,18 @@ audit: # in an environment of its own; strict: a package that pypi.org does not 
 
 test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
 	deploy/test-compose
+
+test-spark: build/spark/.setup-done # psworker.spark on a standalone cluster of Spark; needs Java 17
+	build/spark/bin/python -m pytest -n 0 -rs tests/unit/psworker/test_parquet.py tests/tools/test_spark.py
+
+# its own environment: pyspark is large, and brings a cluster
+build/spark/.setup-done: $(VENV)/.setup-done
+	$(PYTHON) -m venv build/spark
+	build/spark/bin/pip install --quiet --disable-pip-version-check 'pyspark>=4.3,<4.4' 'pyarrow>=26,<27' 'hatchling>=1.26,<2' editables
+	build/spark/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(build/spark/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) $(TF_VENV) dist build site

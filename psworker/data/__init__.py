@@ -1,3 +1,3 @@
 """The data loader: batches leased from the ledger, read from a data source."""
 
-__all__ = ["batches", "data_source", "loader", "random_state"]
+__all__ = ["batches", "data_source", "loader", "parquet", "random_state"]

@@ -91,6 +91,8 @@ HOMES = {
     "cryptography": {"pscommon.security"},
     "tensorboardX": {"pscommon.system.event_files"},
     "opentelemetry": {"psserver.monitoring.step_export"},
+    "pyarrow": {"psworker.data.parquet"},
+    "pyspark": {"psworker.spark"},
     "click": {*COMMANDS, "psworker.run", "psworker.ctl"},
     "rich": {"psworker.run", "psworker.ctl"},
     "structlog": {"pscommon.telemetry.logs"},

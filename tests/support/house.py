@@ -38,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
     "psworker.supervision": of(pscommon="core settings system telemetry", psworker="session"),
     "psworker.local_servers": of(pscommon="core security", psworker="supervision"),
+    "psworker.spark": of(pscommon="core security", psworker="data session supervision"),
     "psworker.steps": of(
         pscommon="core optim parameters system telemetry tracing", psworker="core model session"
     ),
