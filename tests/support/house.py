@@ -10,6 +10,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.core": set(),
     "pscommon.entry": set(),
     "pscommon.settings": of(pscommon="core"),
+    "pscommon.environments": of(pscommon="core settings"),
     "pscommon.system": of(pscommon="core"),
     "pscommon.optim": of(pscommon="core system"),
     "pscommon.parameters": of(pscommon="core optim system"),

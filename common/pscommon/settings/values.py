@@ -40,6 +40,11 @@ MAX_COUNT = 2**31 - 1
 
 MAX_VERSION = 2**63 - 1
 
+FIRST_PORT = 50051
+"""Default port of shard 0; that of shard I is the port I above it."""
+
+LAST_PORT = 65535
+
 
 class ValueType(ParamType):
     """Click type made of a parser.
