@@ -15,6 +15,9 @@ from itertools import combinations
 from pscommon.core.errors import InvalidRequestError
 from pscommon.environments import kubernetes, processes, slurm, tf_config, torchrun
 from pscommon.environments.place import Place, Role, Surroundings
+from pscommon.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 INNER: tuple[Callable[[Surroundings, Role | None], Place | None], ...] = (
     torchrun.torchrun,
@@ -63,6 +66,21 @@ def surroundings() -> Surroundings:
     return Surroundings(os.environ, socket.gethostname(), sys.modules)
 
 
+def report(place: Place | None) -> None:
+    """Log what was detected."""
+    if place is not None:
+        log.info(
+            "environment_detected",
+            environment=place.environment,
+            role=place.role,
+            index=place.index,
+            servers=place.servers,
+            workers=place.workers,
+            addresses=",".join(place.addresses) or None,
+            variables=", ".join(place.variables),
+        )
+
+
 def find(here: Surroundings, role: Role | None) -> list[Place]:
     """Return the places in all environments that match, in order.
 
@@ -95,8 +113,8 @@ def detect(here: Surroundings, role: Role, wanted: Collection[str]) -> Place | N
         wanted: Facts that no flag gives, of FLAGS[role]. Others may contradict each other.
 
     Raises:
-        InvalidRequestError: A variable is malformed, or two environments contradict each other,
-            or the process has another role.
+        InvalidRequestError: A variable is malformed, two environments contradict each other, the
+            process has another role, or a cluster has no servers.
     """
     return merged(find(here, role), role, wanted)
 
@@ -105,7 +123,7 @@ def merged(places: Sequence[Place], role: Role, wanted: Collection[str]) -> Plac
     """Return the first place, with what it leaves open from the others.
 
     Raises:
-        InvalidRequestError: Two places contradict each other, or one has another role.
+        InvalidRequestError: As of `detect`, apart from malformed variables.
     """
     same = [place for place in places if place.role in (None, role)]
     if len(same) < len(places) and ROLE_FACTS[role] in wanted:
@@ -129,6 +147,12 @@ def merged(places: Sequence[Place], role: Role, wanted: Collection[str]) -> Plac
                 for fact in (*NAMES, "address")
                 if getattr(first, fact) in (None, ())
             },
+        )
+    if role == "worker" and first.servers == 0 and "addresses" in wanted:
+        raise InvalidRequestError(
+            f"{first.environment} names no servers: a job with parameter servers needs `ps` "
+            "entries. Try: replicas of type PS in the TFJob, a third worker pool on Vertex AI, or "
+            f"{FLAGS[role]['addresses']}"
         )
     return replace(first, role=role)
 

@@ -14,14 +14,15 @@ from pscommon.environments.place import (
     expand_hosts,
     number_in,
 )
+from pscommon.settings import values
 
 
 def named_servers(here: Surroundings, role: Role | None) -> Place | None:
     """Return the place in PS_ALL_SERVERS, such as ps-[0-1].ps:50051; shard 0 is the first.
 
-    A pod whose name is the first label of an address is that server. The name is POD_NAME, which
-    the downward API can set, or the host name. It need not end with the number of the shard: the
-    place in the list counts. Other pods only learn the addresses.
+    A pod whose name is the first label of an address, or its IP address, is that server. The name
+    is POD_NAME, which the downward API can set, or the host name. It need not end with the number
+    of the shard: the place in the list counts. Other pods only learn the addresses.
 
     Raises:
         InvalidRequestError: The list is malformed.
@@ -32,8 +33,9 @@ def named_servers(here: Surroundings, role: Role | None) -> Place | None:
     addresses = check_addresses(name, expand_hosts(name, here.environ[name]))
     own, variable = here.environ.get("POD_NAME"), "POD_NAME"
     if not own:
-        own, variable = here.host_name.partition(".")[0], "host name"
-    labels = [address.rpartition(":")[0].partition(".")[0] for address in addresses]
+        own, variable = here.host_name.partition(".")[0], "the host name"
+    hosts = [values.host_and_port(address)[0] for address in addresses]
+    labels = [host if values.is_ip_address(host) else host.partition(".")[0] for host in hosts]
     if role == "worker" or labels.count(own) != 1:
         return Place(
             environment=name, variables=(name,), servers=len(addresses), addresses=addresses

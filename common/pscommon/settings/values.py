@@ -6,7 +6,7 @@ Each parser raises ValueError with a message for the user.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -248,6 +248,15 @@ def _is_ipv6(host: str) -> bool:
     except ValueError:
         return False
     return host.startswith("[") and host.endswith("]")
+
+
+def is_ip_address(host: str) -> bool:
+    """Return whether the host of a checked address is an IP address, not a name."""
+    try:
+        IPv4Address(host)
+    except ValueError:
+        return _is_ipv6(host)
+    return True
 
 
 def host_and_port(where: str) -> tuple[str, int]:

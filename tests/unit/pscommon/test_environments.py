@@ -45,6 +45,13 @@ def test_a_host_with_two_servers_is_none_of_them() -> None:
     assert found("server", "a", PS_ALL_SERVERS="a:1,a:2").index is None
 
 
+def test_an_ip_address_is_compared_in_full() -> None:
+    place = found("server", PS_ALL_SERVERS="10.0.0.1:1,10.0.0.2:1,[::1]:1", POD_NAME="10.0.0.2")
+
+    assert place.index == 1
+    assert found("server", "10", PS_ALL_SERVERS="10.0.0.1:1,11.0.0.1:1").index is None
+
+
 @pytest.mark.parametrize(
     "text", ["ps-[0-1", "ps-[1-0]:1", "ps", ",", "a:1,a:1", "a:1,,b:1", "a:0", "[0-99999999]:1"]
 )

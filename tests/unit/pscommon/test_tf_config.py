@@ -2,6 +2,8 @@
 
 import pytest
 
+from pscommon.environments.detection import detect
+from pscommon.environments.place import Surroundings
 from tests.support.environments import CHIEF, SERVERS, WORKERS, config, detected, found, reason
 
 
@@ -35,8 +37,11 @@ def test_tf_config_of_a_server_has_its_own_address() -> None:
 
 
 def test_tf_config_without_ps_entries_has_no_server() -> None:
-    place = found("worker", TF_CONFIG=config("worker", 0, worker=WORKERS))
+    text = config("worker", 0, worker=WORKERS)
 
+    assert "needs `ps` entries" in reason("worker", TF_CONFIG=text)
+    place = detect(Surroundings({"TF_CONFIG": text}), "worker", {"index"})
+    assert place is not None
     assert (place.index, place.servers, place.addresses) == (0, 0, ())
 
 
