@@ -38,6 +38,10 @@ Examples:
     --standby-of host1:50052 --bind host2:50052
 
 \b
+Without --shard the environment of an engine names the place of this server: TF_CONFIG,
+PS_ALL_SERVERS, Slurm; `ps-ctl doctor` shows it.
+
+\b
 Ports that other machines reach need --tls-ca, --tls-cert and --tls-key (in job.toml, for example);
 `ps-ctl tls init` and `ps-ctl token init` make the files.""",
 )

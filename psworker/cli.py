@@ -58,6 +58,10 @@ Examples:
                                                 four processes of this machine as one worker
 
 \b
+Without --ps and --worker-rank the environment of an engine names servers and rank: TF_CONFIG,
+PS_ALL_SERVERS, JOB_COMPLETION_INDEX, Slurm, torchrun; `ps-ctl doctor` shows it.
+
+\b
 Servers on other machines need --tls-ca, --tls-cert, --tls-key and --token-file (in job.toml, for
 example).
 
