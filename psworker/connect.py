@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
 from psworker.core.group_place import GroupPlace
-from psworker.session.arguments import group_place, is_on, rank_of, use_place
+from psworker.session.arguments import group_place, is_on, use_place
 
 if TYPE_CHECKING:
     import torch
@@ -70,15 +70,13 @@ def connect(
             one.
         WaitTimeoutError: Workers are still in another training; the message names them.
     """
-    is_local = is_on("PS_LOCAL")
-    rank = rank_of(rank, os.environ)
-    if not is_local:
-        rank = use_place(servers, rank, os.environ)
+    rank = use_place(servers, rank, os.environ)
     place = group_place(os.environ)
     on_machine = (rank or 0) * place.size + place.rank if place else rank or 0
     chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", on_machine)
     from psworker.job import Job
 
+    is_local = is_on("PS_LOCAL")
     if not is_local and not servers and not os.environ.get("PS_SERVERS"):
         raise InvalidRequestError(
             "cannot connect: no servers are named. Try: start the script with `ps-run ... SCRIPT` "

@@ -124,12 +124,15 @@ def use_place(servers: object, rank: int | None, environ: MutableMapping[str, st
 
     Args:
         servers: The servers that the script names.
-        rank: The rank that the script or PS_WORKER_RANK names.
+        rank: The rank that the script names; PS_WORKER_RANK is the next choice.
         environ: The environment of this process; PS_SERVERS is set to the servers.
 
     Returns:
         The rank; None: the order of joining decides.
     """
+    rank = rank_of(rank, environ)
+    if is_on("PS_LOCAL", environ):
+        return rank
     has_servers = bool(servers or environ.get("PS_SERVERS"))
     wanted = [] if has_servers else ["addresses"]
     wanted += ["index"] if rank is None else []
