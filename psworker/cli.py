@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -96,15 +96,15 @@ def words(command: click.Command, args: Sequence[str] | None) -> list[str]:
     return line
 
 
-def start(ctx: click.Context) -> int:
-    """Prepare this process, run the script and return its exit code."""
+def start(ctx: click.Context, *, function: Callable[[], object] | None = None) -> int:
+    """Prepare this process, run the script, or the function, and return its exit code."""
     settings = ctx.params
     detected = complete(settings, os.environ)
     security = security_settings(settings)
     if settings["metrics_bind"] is not None:
         check_exposure("--metrics-bind", settings["metrics_bind"], security)
     use_credentials(read_credentials(security))
-    script = Script(settings["script"], settings["module"], tuple(settings["args"]))
+    script = Script(settings["script"], settings["module"], tuple(settings["args"]), function)
     # not worker=: in logs and metrics of the servers that is the worker number
     logs.set_up_worker(
         settings["log_level"],

@@ -80,7 +80,7 @@ ALLOWED: dict[str, set[str]] = {
     ),
     "psworker.run": of(
         pscommon="core entry security settings snapshot system telemetry wire",
-        psworker="cli client ctl supervision session",
+        psworker="cli client connection ctl supervision session",
     ),
     "psworker.training_nodes": of(pscommon="core system telemetry", psworker="client job session"),
     "psserver.core.coordinator": of(
