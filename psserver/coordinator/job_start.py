@@ -295,6 +295,10 @@ class JobStart:
             else:
                 self.resume(older)
 
+    def refused(self, problem: str) -> None:
+        """End a new job that a shard has refused to begin."""
+        self._fail(SnapshotError(problem))
+
     def restore(self, version: int) -> None:
         """Roll all shards back to this snapshot, on request.
 
