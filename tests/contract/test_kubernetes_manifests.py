@@ -1,8 +1,8 @@
 """deploy/kubernetes and deploy/vertex-ai: kustomize builds them, and they have the documented form.
 
-Kubernetes' own resources are compared with its schemas, misspelt fields included. There is no schema
-of the others: FIELDS has the names of their fields, from the Go types of Kubeflow Trainer v2.1,
-JobSet v1alpha2, the Prometheus operator, TFJob's CRD, and the reference of Vertex AI.
+Kubernetes' own resources are compared with its schemas, misspelt fields included. There is no
+schema of the others: FIELDS has the names of their fields, from the Go types of Kubeflow Trainer
+v2, JobSet v1alpha2 and the Prometheus operator, TFJob's CRD, and the reference of Vertex AI.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,9 +62,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "TFJob": {
         "successPolicy": OPAQUE,
         "runPolicy": {"cleanPodPolicy": OPAQUE, "backoffLimit": OPAQUE},
-        "tfReplicaSpecs": dict.fromkeys(
-            ("PS", "Worker"), {"replicas": OPAQUE, "restartPolicy": OPAQUE, "template": OPAQUE}
-        ),
+        "tfReplicaSpecs": {
+            kind: {"replicas": OPAQUE, "restartPolicy": OPAQUE, "template": OPAQUE}
+            for kind in ("PS", "Worker")
+        },
     },
     "CustomJob": {
         "workerPoolSpecs": {
@@ -174,9 +175,7 @@ def test_no_pod_has_more_rights_than_it_needs(manifests: Callable[[], list[Manif
         assert own["capabilities"] == {"drop": ["ALL"]}
         assert spec["automountServiceAccountToken"] is False
         assert {"requests", "limits"} <= {*container["resources"]}
-        modes = [
-            each["secret"]["defaultMode"] for each in spec["volumes"] if "secret" in each
-        ]
+        modes = [each["secret"]["defaultMode"] for each in spec["volumes"] if "secret" in each]
         assert modes == [0o440]
 
 

@@ -24,8 +24,8 @@ from tests.support.workers import until
 
 pytest.importorskip("yaml", reason="not installed: make setup")
 
-from tests.support import kubernetes  # noqa: E402
-from tests.support.kubernetes import KUBERNETES, Pod, pods_of  # noqa: E402
+from tests.support import kubernetes
+from tests.support.kubernetes import KUBERNETES, Pod, pods_of
 
 pytestmark = [
     pytest.mark.skipif(kubernetes.KUBECTL is None, reason="kubectl is not installed"),
@@ -73,9 +73,7 @@ class Cluster:
         """Run a probe of the manifest, as kubelet does: without verifying the certificate."""
         get = pod.container[probe]["httpGet"]
         number = next(
-            each["containerPort"]
-            for each in pod.container["ports"]
-            if each["name"] == get["port"]
+            each["containerPort"] for each in pod.container["ports"] if each["name"] == get["port"]
         )
         address = f"127.0.0.1:{self._ports[pod.name][PORTS[number]]}"
         https = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())

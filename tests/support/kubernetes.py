@@ -82,9 +82,7 @@ def _pod(spec: Manifest, name: str, index: str) -> Pod:
     sources |= dict.fromkeys(claims, "volumeClaimTemplate")
     mounts = {each["mountPath"]: sources[each["name"]] for each in container["volumeMounts"]}
     words = [*container["command"], *container.get("args", ())]
-    return Pod(
-        name, [_expand(word, environment) for word in words], environment, mounts, container
-    )
+    return Pod(name, [_expand(word, environment) for word in words], environment, mounts, container)
 
 
 def volumes(spec: Manifest) -> list[Manifest]:

@@ -25,6 +25,10 @@ from tests.support.workers import until
 PREFIX = "paramserver-test"
 TARGETS = ("server", "worker")
 SERVERS = ("server-0", "server-1")
+FILES = tuple(
+    f"--tls-{name}=/credentials/{file}"
+    for name, file in (("ca", "ca.pem"), ("cert", "cert.pem"), ("key", "key.pem"))
+)
 MAX_IMAGE_MB = 900
 MAX_RECOVERY_SECONDS = 15
 BASE = "python:3.11-slim-bookworm"
@@ -107,9 +111,7 @@ class Project:
             ).split()
             return status, int(code)
 
-        until(
-            lambda: all(state(each)[0] == "exited" for each in names), f"{services} end", SECONDS
-        )
+        until(lambda: all(state(each)[0] == "exited" for each in names), f"{services} end", SECONDS)
         return {f"{service} {each[:4]}": state(each)[1] for each, service in names.items()}
 
     def assert_done(self, *services: str) -> None:
@@ -182,7 +184,7 @@ def test_images_are_small_and_do_not_run_as_root() -> None:
     )
 
 
-def test_trains_while_workers_join_and_leave(tmp_path: Path) -> None:
+def test_trains_while_workers_join_and_leave() -> None:
     """2 workers become 4 and 2 again. The root of each container is read-only."""
     with started(EPOCHS="40") as project:
         began = time.monotonic()
@@ -190,7 +192,7 @@ def test_trains_while_workers_join_and_leave(tmp_path: Path) -> None:
         took = time.monotonic() - began
         took += first_step(project)
         print(f"from `up` to the first step: {took:.1f} s")
-        assert len(project.containers()) == 5  # nobody asked for Prometheus, Grafana and standbys
+        assert len(project.containers()) == 5  # without the profiles no standbys and no Prometheus
         for container in project.containers():
             assert docker("inspect", "--format", "{{.HostConfig.ReadonlyRootfs}}", container) == (
                 "true"
@@ -273,13 +275,67 @@ def test_a_standby_takes_over() -> None:
     with started(EPOCHS="60") as project:
         project.run("--profile", "standby", "up", "--detach", "--no-build")
         first_step(project)
-        until(lambda: project.status().get("standbys"), "standbys in sync", SECONDS)
+        until(lambda: has_standbys(project), "standbys in sync", SECONDS)
 
         took = goes_on(project, lambda: project.run("kill", "server-1"))
 
         print(f"server-1 killed: next update after {took:.1f} s")
         assert took < MAX_RECOVERY_SECONDS
         project.assert_done("worker", "server-0", "standby-0", "standby-1")
+
+
+def has_standbys(project: Project) -> bool:
+    servers = project.status().get("servers", ())
+    return [each["standby_state"] for each in servers] == ["in sync"] * len(SERVERS)
+
+
+def test_fewer_workers_than_needed_end_the_job(tmp_path: Path) -> None:
+    """After the time that servers wait for each other and for workers."""
+    impatient = tmp_path / "impatient.yml"
+    impatient.write_text(
+        "services:\n"
+        "  server-0: {restart: 'no', environment: {PS_JOIN_TIMEOUT: 15}}\n"
+        "  server-1: {restart: 'no'}\n"
+        "  worker: {restart: 'no'}\n"
+    )
+    with started(impatient) as project:
+        project.up("--scale", "worker=1")
+
+        (code,) = project.codes("server-0").values()
+
+        assert code == ExitCode.TOO_FEW_WORKERS
+        assert "1 of 2 workers" in project.logs("server-0")
+
+
+@pytest.mark.parametrize(
+    ("image", "arguments", "message"),
+    [
+        ("server", ("--ps=server-0:50051", "train.py"), "No such option"),
+        ("worker", ("--shard=0/2",), "No such option"),
+        ("server", FILES, "/credentials/ca.pem"),
+        ("server", ("--insecure", "--data-dir=/missing/data"), "/missing"),
+    ],
+)
+def test_wrong_images_and_missing_volumes_are_named(
+    image: str, arguments: tuple[str, ...], message: str
+) -> None:
+    done = subprocess.run(
+        ("docker", "run", "--rm", "--read-only", f"{PREFIX}-{image}", *arguments),
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == ExitCode.USAGE
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_image_that_does_not_exist_is_named() -> None:
+    with started(IMAGE_PREFIX="paramserver-absent") as project:
+        done = project.run("up", "--detach", "--no-build", check=False)
+
+    assert done.returncode == 1
+    assert "paramserver-absent-server" in done.stderr
 
 
 def test_containers_share_memory() -> None:
