@@ -94,13 +94,13 @@ class Cluster:
                 )
         for port, position in PORTS.items():
             text = text.replace(f"0.0.0.0:{port}", f"127.0.0.1:{self._ports[pod.name][position]}")
-        for path in pod.mounts:
-            text = re.sub(
-                rf"(^|=){re.escape(path)}(?=/|$)",
-                lambda found, path=path: f"{found[1]}{self._folder_of(pod, path)}",
-                text,
-            )
-        return text
+        # all at once: a folder may have the name of another mount
+        paths = "|".join(map(re.escape, pod.mounts))
+        return re.sub(
+            rf"(^|=)({paths})(?=/|$)",
+            lambda found: f"{found[1]}{self._folder_of(pod, found[2])}",
+            text,
+        )
 
     def _folder_of(self, pod: Pod, path: str) -> Path:
         if pod.mounts[path] == "secret":
