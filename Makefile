@@ -8,6 +8,7 @@
 # make test-why  jobs that are slow in 20 drawn places, each of which ps-ctl why has to name (about five minutes)
 # make test-spark  psworker.spark on a standalone cluster of Spark, which it starts; needs Java 17
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
+# make test-compose  the images and deploy/docker-compose.yml in a Docker engine (ten minutes, and the build)
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
@@ -132,8 +133,9 @@ audit: # in an environment of its own; strict: a package that pypi.org does not 
 	"$$folder/bin/pip" install --quiet --disable-pip-version-check pip-audit; \
 	"$$folder/bin/pip-audit" --strict --requirement constraints.txt --no-deps --disable-pip
 
-test-compose: # 2 servers and 2 workers in containers; needs a Docker engine
-	deploy/test-compose
+test-compose: setup # servers and workers in containers; needs a Docker engine (DOCKER_HOST) with Compose; KEEP_IMAGES=1 keeps the images
+	@docker info >/dev/null || { echo "no Docker engine answers: start one, or set DOCKER_HOST" >&2; exit 1; }
+	$(BIN)/python -m pytest -n 0 -s -rs tests/tools/test_compose_engine.py
 
 test-spark: build/spark/.setup-done # psworker.spark on a standalone cluster of Spark; needs Java 17
 	build/spark/bin/python -m pytest -n 0 -rs tests/unit/psworker/test_parquet.py tests/tools/test_spark.py

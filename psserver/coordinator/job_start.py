@@ -291,9 +291,18 @@ class JobStart:
             log.error("snapshot_unloadable", version=version, failed_shard=shard, problem=problem)
             older = self._snapshots.find_before(version)
             if older is None:
-                self._fail(SnapshotError(f"no snapshot can be loaded: shard {shard}: {problem}"))
+                self._fail(
+                    SnapshotError(
+                        f"no snapshot can be loaded: shard {shard}: {problem}. Try: start shard "
+                        f"{shard} with its old data directory, or all servers with `--resume never`"
+                    )
+                )
             else:
                 self.resume(older)
+
+    def refused(self, problem: str) -> None:
+        """End a new job that a shard has refused to begin."""
+        self._fail(SnapshotError(problem))
 
     def restore(self, version: int) -> None:
         """Roll all shards back to this snapshot, on request.

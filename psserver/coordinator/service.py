@@ -232,7 +232,11 @@ class CoordinatorService:
 
     def check_job(self, job: str) -> None:
         if job and job != self.job:
-            raise MismatchError(f"these servers run job {self.job}, not {job}", "JOB_MISMATCH")
+            raise MismatchError(
+                f"these servers run job {self.job}, not {job}. Try: the servers of {job}; if shard "
+                "0 has lost its data directory, start it with the old one",
+                "JOB_MISMATCH",
+            )
 
     def renew_leases(self, ages: Mapping[int, float]) -> None:
         """Renew leases from the last transfer; `ages` has the seconds since then by worker."""

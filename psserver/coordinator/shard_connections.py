@@ -216,3 +216,5 @@ class ShardConnections:
             log.error("shard_log_unusable", peer_shard=server.shard, problem=problem)
         elif catch_up is CatchUp.RESTORE:
             self._history.loaded(server.shard, version, problem)
+        elif problem:
+            self._history.refused(problem)

@@ -155,6 +155,16 @@ class SnapshotManager:
         """Return the newest valid snapshot of this job, or None."""
         return self._snapshots.newest_valid()[0] if self._snapshots is not None else None
 
+    def newest_part(self) -> int | None:
+        """Return the newest version of which the data directory has this shard's part, or None.
+
+        The manifest may be in the directory of shard 0 only.
+        """
+        if self._data_dir is None:
+            return None
+        parts = self._data_dir.glob(f"snapshots/[0-9]*/shard-{self._shard}-of-*.safetensors")
+        return max((int(part.parent.name) for part in parts), default=None)
+
     def find_before(self, version: int) -> Manifest | None:
         """Return the newest valid snapshot older than `version`, or None.
 

@@ -39,6 +39,8 @@ SEARCH_INTERVAL_SECONDS = 1.0
 """Seconds between looks for the address of shard 0."""
 RETRY_INTERVAL_SECONDS = 0.2
 """Seconds before the next attempt after a lost connection."""
+REFUSAL_TIMEOUT_SECONDS = 10.0
+"""Seconds in which shard 0 has to end a job that this shard has refused."""
 WAIT_LOG_INTERVAL_SECONDS = 8.0
 """Seconds between log lines that say what this shard waits for."""
 
@@ -53,6 +55,7 @@ class CoordinatorLink:
     timeout_seconds: time without contact after which the shard gives up.
     has_log: whether this shard writes a log.
     lanes: the transports that may carry the connection.
+    store_job_key: stores the job's key for a later start of this process.
     stopped: set when the coordinator ends the job or refuses this shard, or the link gives up.
     engine: the shard.
     failure: why the link ended, if the job did not end.
@@ -71,6 +74,7 @@ class CoordinatorLink:
         timeout_seconds: float,
         has_log: bool = False,
         lanes: Lanes = "grpc",
+        store_job_key: Callable[[bytes], None] = lambda key: None,
     ) -> None:
         self.stopped = threading.Event()
         self.failure: PSError | None = None
@@ -78,10 +82,11 @@ class CoordinatorLink:
         self._messages = ShardMessages(identity, self.engine, standby_link)
         self._identity, self._states, self._snapshots = identity, states, snapshots
         self._timeout_seconds = timeout_seconds
-        self._has_log, self._lanes = has_log, lanes
+        self._has_log, self._lanes, self._store_job_key = has_log, lanes, store_job_key
+        self._key_of_state = identity.worker_keys.job_key  # of the job whose state this shard holds
         self._addresses: dict[str, None] = {}  # possible addresses of shard 0, in order
         self._term = 0  # the highest term of a coordinator so far
-        self.is_over = self._is_leaving = self._is_connected = False
+        self.is_over = self._is_leaving = self._is_connected = self._is_refusing = False
         self._waiting_for = "shard 0"
         self._last_contact = self._last_logged = 0.0
         self._link: GrpcLink | SocketLink | None = None
@@ -271,7 +276,8 @@ class CoordinatorLink:
             self._identity.worker_keys.learn(response.job_key)
         self._waiting_for = response.waiting_for
         self._messages.watch_workers(response.processes)
-        if response.addresses:  # else the job does not use this shard, yet or any longer
+        # without addresses the job does not use this shard, yet or any longer
+        if response.addresses and not self._refuses(response):
             self._apply_response(response)
         if response.stop:
             self.is_over = True
@@ -280,6 +286,35 @@ class CoordinatorLink:
 
     def _deliver(self, response: pb.LinkShardResponse) -> None:
         self.engine.deliver(response.epoch, [entry_from_proto(entry) for entry in response.entries])
+
+    def _refuses(self, response: pb.LinkShardResponse) -> bool:
+        """Return whether this shard refuses to begin a new job in place of the one that it holds.
+
+        A shard 0 that begins a job with another key has lost its data directory. It then ends.
+        """
+        if self._is_refusing:
+            return True
+        newest = self._snapshots.newest_part() if response.begin and self._key_of_state else None
+        if newest is not None and response.job_key != self._key_of_state:
+            self._is_refusing = True
+            shard = self._identity.shard
+            self.failure = SnapshotError(
+                f"shard 0 begins a new job, as it has lost its data directory; shard {shard} has "
+                f"version {newest} of the old job. Try: start shard 0 with its old directory, or "
+                "all servers with `--resume never` to start over"
+            )
+            result = pb.RestoreResult(problem=str(self.failure))
+            self._messages.send(pb.LinkShardRequest(restored=result))
+            self.leave(REFUSAL_TIMEOUT_SECONDS)
+        is_current = response.begin or response.recover or response.entries
+        if (
+            not self._is_refusing
+            and (is_current or response.HasField("restore"))
+            and response.job_key != self._key_of_state
+        ):
+            self._key_of_state = response.job_key
+            self._store_job_key(response.job_key)
+        return self._is_refusing
 
     def _apply_response(self, response: pb.LinkShardResponse) -> None:
         self._identity.learn(response.job, response.addresses, response.layout)
@@ -334,7 +369,10 @@ class CoordinatorLink:
                 self._messages.forget_part()
                 state = self._states.from_snapshot(response.epoch, manifest, response.shards)
             self.engine.install(state, continues_log=response.recover)
+            self.failure = None
         except (LogUnfitError, SnapshotError) as error:
             problem = str(error)
+            # the job ends with it, unless another snapshot can be loaded
+            self.failure = error if isinstance(error, SnapshotError) else None
         result = pb.RestoreResult(version=manifest.version if manifest else 0, problem=problem)
         self._messages.send(pb.LinkShardRequest(restored=result))

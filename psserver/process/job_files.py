@@ -180,8 +180,8 @@ class JobIdFile:
                 log.error("job_name_not_stored", problem=str(error))
 
 
-def stored_job_key(data_dir: Path | None, key: bytes) -> bytes:
-    """Return the job's key in the data directory of shard 0; without one, store this key.
+def stored_job_key(data_dir: Path | None, key: bytes, shard: int = 0) -> bytes:
+    """Return the job's key in the data directory of a shard; without one, store this key.
 
     If the disk refuses, the job continues nevertheless: after a restart its workers join again.
 
@@ -191,9 +191,10 @@ def stored_job_key(data_dir: Path | None, key: bytes) -> bytes:
     """
     if data_dir is None:
         return key
-    path = data_dir / "job-key"
+    path = data_dir / _job_key_name(shard)
     if not path.exists():
-        store_job_key(data_dir, key)
+        if key:
+            store_job_key(data_dir, key)
         return key
     with suppress(OSError):  # Kubernetes opens files to the group of a volume (fsGroup)
         path.chmod(path.stat().st_mode & ~stat.S_IRWXG)
@@ -210,13 +211,18 @@ def stored_job_key(data_dir: Path | None, key: bytes) -> bytes:
     return stored
 
 
-def store_job_key(data_dir: Path | None, key: bytes) -> None:
-    """Write the job's key to the data directory of shard 0, if there is one."""
+def store_job_key(data_dir: Path | None, key: bytes, shard: int = 0) -> None:
+    """Write the job's key to the data directory of a shard, if there is one."""
     if data_dir is not None:
         try:
-            _replace(data_dir / "job-key", key.hex(), SECRET_MODE_BITS)
+            _replace(data_dir / _job_key_name(shard), key.hex(), SECRET_MODE_BITS)
         except OSError as error:
             log.error("job_key_not_stored", problem=str(error))
+
+
+def _job_key_name(shard: int) -> str:
+    """Return the name of a shard's file: shards may share their data directory."""
+    return f"job-key-{shard}" if shard else "job-key"
 
 
 def _replace(path: Path, text: str, mode: int = 0o666) -> None:

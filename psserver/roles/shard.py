@@ -8,7 +8,7 @@ from typing import Never
 from psserver.durability.state_records import StateRecord
 from psserver.peers.coordinator_link import CoordinatorLink
 from psserver.process.config import ServerConfig
-from psserver.process.job_files import JobIdFile
+from psserver.process.job_files import JobIdFile, store_job_key, stored_job_key
 from psserver.replication.hello import whole_state
 from psserver.replication.standby_state import Promotion
 from psserver.roles.primary import STATE_COPY_TIMEOUT_SECONDS, Role, open_primary
@@ -27,6 +27,8 @@ def build_shard(
     name = JobIdFile(config.data_dir)
     job = standby_state.hello.job if standby_state is not None else ""
     identity = primary.make_identity(shards, job, job or config.job or name.stored_job, name)
+    if promotion is None and config.resume != "never":
+        identity.worker_keys.learn(stored_job_key(config.data_dir, b"", config.shard))
     link = CoordinatorLink(
         identity,
         partial(primary.make_engine, shards),
@@ -36,6 +38,7 @@ def build_shard(
         config.join_timeout,
         config.durability == "log",
         config.lanes,
+        partial(store_job_key, config.data_dir, shard=config.shard),
     )
 
     def copy_state(begin: Callable[[Iterable[StateRecord]], None]) -> None:

@@ -1,6 +1,6 @@
 """deploy/docker-compose.yml and Dockerfile match the commands that they run and each other.
 
-deploy/test-compose tests what needs a Docker engine.
+test_compose_engine.py tests what needs a Docker engine.
 """
 
 import json
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,61 +31,77 @@ from psserver.sockets.socket_port import default_bind
 from psworker.cli import COMMAND as WORKER
 from tests.support.prometheus_queries import DEPLOY
 
+yaml = pytest.importorskip("yaml", reason="not installed: make setup")
 COMPOSE = (DEPLOY / "docker-compose.yml").read_text()
+SERVICES = yaml.safe_load(COMPOSE)["services"]
+SHARDS = (0, 1)
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 
 
-def service(name: str) -> str:
-    """Return the text of one service; no YAML parser is installed."""
-    found = re.search(rf"^  {name}:\n((?:(?: {{4}}.*)?\n)+)", COMPOSE, re.M)
-    assert found, name
-    return found[1]
+def variables(service: str) -> dict[str, str]:
+    """Return its environment, with the defaults of the variables that it names."""
+    found = SERVICES[service]["environment"]
+    return {name: re.sub(r"\$\{\w+:-(.*?)\}", r"\1", str(value)) for name, value in found.items()}
 
 
-def server(shard: int) -> ServerConfig:
-    flags = re.findall(r"^ +- (--\S+)$", service(f"server-{shard}"), re.M)
-    flags += protection("x-server: &server")
-    return ServerConfig.from_settings(SERVER.make_context("ps-server", flags).params)
+def server(service: str, monkeypatch: pytest.MonkeyPatch) -> ServerConfig:
+    """Return the settings that the command of a service has in its environment."""
+    for name, value in variables(service).items():
+        monkeypatch.setenv(name, value)
+    context = SERVER.make_context("ps-server", list(SERVICES[service]["command"]))
+    return ServerConfig.from_settings(context.params)
 
 
-def protection(heading: str) -> list[str]:
-    """Return the flags of the PS_TLS_ and PS_TOKEN_FILE variables below a heading."""
-    text = COMPOSE.partition(heading)[2].partition("\n\n")[0]
-    found = re.findall(r"PS_(TLS_\w+|TOKEN_FILE): (\S+)$", text, re.M)
-    flags = [(f"--{name.lower().replace('_', '-')}", path) for name, path in found]
-    return [each for flag in flags for each in flag]
-
-
-def test_both_servers_form_one_job() -> None:
-    """All flags are accepted. Both servers share the data directory and exit with the job."""
-    servers = [server(0), server(1)]
+def test_servers_and_standbys_form_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All flags are accepted. A standby has those of its primary, and another data volume."""
+    servers = [server(f"server-{shard}", monkeypatch) for shard in SHARDS]
+    standbys = [server(f"standby-{shard}", monkeypatch) for shard in SHARDS]
 
     assert [(each.shard, each.shards) for each in servers] == [(0, 2), (1, 2)]
     assert [each.advertise for each in servers] == ["server-0:50051", "server-1:50051"]
-    assert servers[1].join == servers[0].advertise
-    assert servers[0].data_dir == servers[1].data_dir
-    assert all(each.exit_when_done for each in servers)
-    assert servers[0].min_workers == 2
+    assert [each.join for each in servers] == [None, servers[0].advertise]
+    assert all(each.exit_when_done and each.failover_lock for each in servers)
+    assert servers[0].min_workers == SERVICES["worker"]["scale"] == 2
+    for primary, standby, shard in zip(servers, standbys, SHARDS, strict=True):
+        own = {"advertise": standby.advertise, "standby_of": primary.advertise}
+        assert replace(primary, **own) == standby
+        assert standby.advertise == f"standby-{shard}:50051"
+        shared = {*SERVICES[f"server-{shard}"]["volumes"]} & {
+            *SERVICES[f"standby-{shard}"]["volumes"]
+        }
+        assert {volume.partition(":")[0] for volume in shared} == {"primaries", "credentials"}
 
 
-def test_the_image_names_both_ports_of_a_server() -> None:
+def test_profiles_start_what_is_not_needed() -> None:
+    profiles = {name: each["profiles"] for name, each in SERVICES.items() if "profiles" in each}
+
+    assert profiles == {
+        "standby-0": ["standby"],
+        "standby-1": ["standby"],
+        "prometheus": ["obs"],
+        "grafana": ["obs"],
+    }
+
+
+def test_the_image_names_both_ports_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one of --bind, and the stream port."""
-    bind = server(0).bind
+    bind = server("server-0", monkeypatch).bind
     ports = re.search(r"^FROM runtime AS server\n(?:#.*\n)?EXPOSE (.*)$", DOCKERFILE, re.M)
 
     assert ports
     assert ports[1].split() == [each.rpartition(":")[2] for each in (bind, default_bind(bind))]
 
 
-def test_workers_run_an_existing_example_against_both_servers() -> None:
-    command = re.search(r"command: &train \[(.*)\]", service("worker-0"))
-    assert command
-    args = [arg.strip('"') for arg in re.findall(r'"[^"]*"|[^\s,"]+', command[1])]
-    args = [*protection("x-worker-environment"), *args]
-    settings = WORKER.make_context("ps-worker", args).params
+def test_workers_run_an_existing_example_against_both_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have no fixed rank, so their number can change."""
+    for name, value in variables("worker").items():
+        monkeypatch.setenv(name, value)
+    settings = WORKER.make_context("ps-worker", list(SERVICES["worker"]["command"])).params
 
-    assert re.search("command: [*]train", service("worker-1"))
-    assert settings["ps"] == ",".join(str(server(shard).advertise) for shard in (0, 1))
+    assert settings["ps"] == "server-0:50051,server-1:50051"
+    assert settings["worker_rank"] is None
     assert settings["module"]
     assert find_spec(settings["script"])
 
@@ -98,7 +115,7 @@ def test_each_environment_variable_belongs_to_a_command(name: str) -> None:
 
 
 def test_prometheus_scrapes_every_container() -> None:
-    """It names all four containers and the port that the image serves and probes."""
+    """It names servers and workers, and the port that the image serves and probes."""
     bind = re.search(r"PS_METRICS_BIND=[\d.]+:(\d+)", DOCKERFILE)
     assert bind
     config = (DEPLOY / "prometheus.yml").read_text()
@@ -107,8 +124,8 @@ def test_prometheus_scrapes_every_container() -> None:
     assert re.findall(r'"([\w-]+):(\d+)"', servers) == [
         (name, bind[1]) for name in ("server-0", "server-1")
     ]
-    # with --scale a name has several addresses
-    assert f"{{names: [worker-0, worker-1], type: A, port: {bind[1]}, " in workers
+    # one name has the addresses of all workers
+    assert f"{{names: [worker], type: A, port: {bind[1]}, " in workers
     assert f"://127.0.0.1:{bind[1]}/readyz" in DOCKERFILE
 
 
@@ -122,12 +139,9 @@ def test_all_services_use_the_files_that_one_makes_first(tmp_path: Path) -> None
     assert made | {"worker-tokens"} >= set(used) >= {"cert.pem", "client-cert.pem", "read.token"}
     # all lines of a worker's file are roles that it needs: its own, and that of Prometheus
     assert "grep -E '^(worker|read) ' /credentials/tokens > /credentials/worker-tokens" in COMPOSE
-    # YAML merges the variables of a service only if it names them
-    assert all("<<: *worker-environment" in service(f"worker-{n}") for n in (0, 1))
-    waiting = "credentials: {condition: service_completed_successfully}"
-    assert COMPOSE.count(waiting) == 1
-    assert COMPOSE.count("depends_on: *credentials") == 2
-    assert "depends_on:\n    <<: *credentials\n" in COMPOSE
+    ended = {"condition": "service_completed_successfully"}
+    for name in SERVICES.keys() - {"credentials", "grafana"}:
+        assert SERVICES[name]["depends_on"]["credentials"] == ended
     assert "install -d -o 10001 -g 10001 -m 0700 /credentials" in DOCKERFILE
 
 
@@ -140,7 +154,7 @@ def test_prometheus_reads_over_https_with_the_read_token() -> None:
             f"    tls_config: {{ca_file: /credentials/ca.pem, server_name: {owner}}}\n"
             "    authorization: {credentials_file: /credentials/read.token}\n"
         )
-    assert re.search('user: "10001:10001"', service("prometheus"))
+    assert SERVICES["prometheus"]["user"] == "10001:10001"
 
 
 @pytest.mark.parametrize(("ready", "code"), [(True, 0), (False, 1)])
@@ -195,7 +209,7 @@ def health_check(address: str, **environment: str) -> int:
     return done.returncode
 
 
-def test_the_shm_overlay_covers_all_four_services() -> None:
+def test_the_shm_overlay_covers_all_servers_and_workers() -> None:
     """All have the servers' Unix sockets, and no namespace of another container.
 
     Without nocopy the folder gets the mode of the image's when the next container is made.
@@ -203,7 +217,9 @@ def test_the_shm_overlay_covers_all_four_services() -> None:
     overlay = (DEPLOY / "docker-compose.shm.yml").read_text()
     found = dict(re.findall(r"^  ([\w-]+):\n    volumes: \[\"sockets:(\S+)\"\]$", overlay, re.M))
 
-    names = ("server-0", "server-1", "worker-0", "worker-1")
+    names = {
+        name for name, each in SERVICES.items() if "PS_TLS_CERT" in each.get("environment", ())
+    }
     assert found == dict.fromkeys(names, f"{socket_port.FOLDER}:nocopy")
     assert "\n  sockets:\n    driver_opts: {type: tmpfs, device: tmpfs," in overlay
     assert not re.search("ipc|shm_size|network", overlay)

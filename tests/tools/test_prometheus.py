@@ -121,7 +121,7 @@ class Prometheus:
             (r"evaluation_interval: 5s", "evaluation_interval: 500ms"),
             (r"targets: \[.*\]", f"targets: {json.dumps(servers)}"),
             (
-                r"dns_sd_configs:\n.*\n +relabel_configs:\n.*\n",
+                r"dns_sd_configs:\n.*\n",
                 f"static_configs: [{{targets: {json.dumps(workers)}}}]\n",
             ),
         )

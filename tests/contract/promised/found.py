@@ -140,6 +140,7 @@ def _without_numbers(path: str) -> str:
         (r"\d{9}(?=\.json)", "NUMBER"),
         (r"shard-\d+", "shard-I"),
         (r"of-\d+", "of-N"),
+        (r"job-key-\d+", "job-key-I"),
     ):
         path = re.sub(pattern, word, path)
     return path
