@@ -40,7 +40,6 @@ CREDENTIALS = ("tls_ca", "tls_cert", "tls_key", "token_file")
 def import_ray() -> Any:
     """Return the module; raise InvalidRequestError if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its lines are no output of the run
     try:
         import ray
     except ImportError:

@@ -19,7 +19,7 @@ from tests.support.workers import until
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 MISSING = [name for name in PROGRAMS if shutil.which(name) is None]
 NODES = ("n1", "n2")
-SECONDS = 120.0
+SECONDS = 300.0
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 
 CONFIGURATION = """\
@@ -99,7 +99,8 @@ class Slurm:
 
     def start_node(self, node: str) -> None:
         self.call("slurmd", "-N", node)
-        until(lambda: self.node_state(node) == "idle", f"{node} is idle", SECONDS)
+        up = ("idle", "mixed", "allocated")
+        until(lambda: self.node_state(node) in up, f"{node} is up", SECONDS)
 
     def node_state(self, node: str) -> str:
         return self.call("sinfo", "--noheader", "--nodes", node, "--format", "%T")

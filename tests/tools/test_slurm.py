@@ -17,7 +17,7 @@ from tests.support.workers import until
 
 pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
 ]
 
 SCRIPT = str(DEPLOY / "slurm" / "train.sbatch")
@@ -140,7 +140,7 @@ def test_continues_when_a_node_with_a_server_is_killed(slurm: Slurm, second_node
 def test_workers_continue_when_a_node_without_a_server_is_killed(
     slurm: Slurm, second_node: str
 ) -> None:
-    job = slurm.submit("--nodes", "2", SCRIPT, *DIGITS, "200", SERVERS="1")
+    job = slurm.submit("--nodes", "2", SCRIPT, *DIGITS, "120", SERVERS="1")
     job.wait_for(FIRST_EPOCHS)
     slurm.kill_node(second_node)
     before = job.last_epoch
