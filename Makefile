@@ -2,6 +2,8 @@
 # make test    the quick tiers of the test suite, at most five minutes on two cores; make check adds ruff and mypy
 # make test-all  the whole test suite, about half an hour on two cores
 # make test-tls  the fault tests with certificates and tokens, which it makes
+# make test-slurm  deploy/slurm on a real Slurm of two nodes, which it starts; needs Debian's slurmctld slurmd munge
+# make test-ray  ps-run --on ray on a real Ray cluster of two nodes, with Ray in build/ray
 # make gpu-bundle  build/gpu-bundle, a folder for a machine with a GPU: its tests, a benchmark, wheels
 # make audit   known vulnerabilities of the packages in constraints.txt (asks pypi.org)
 # make fuzz    100 000 hostile requests and 10 000 byte strings beside an honest worker (about twenty minutes)
@@ -35,7 +37,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts test-spark check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts test-spark test-slurm test-ray check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -147,6 +149,21 @@ build/spark/.setup-done: $(VENV)/.setup-done
 	build/spark/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$(build/spark/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	@touch $@
+
+test-slurm: setup # five to ten minutes; skipped with the reason where Slurm is not installed
+	$(BIN)/python -m pytest -n 0 -rsP tests/tools/test_slurm.py
+
+test-ray: build/ray/.setup-done
+	build/ray/bin/python -m pytest -n 0 -rsP tests/tools/test_ray.py
+
+# its own environment: Ray pins packages that others need newer
+build/ray/.setup-done: $(VENV)/.setup-done
+	$(PYTHON) -m venv build/ray
+	build/ray/bin/pip install --quiet --disable-pip-version-check 'ray>=2.60,<2.61' 'hatchling>=1.26,<2' editables
+	build/ray/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(build/ray/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	@touch $@
 
 clean:

@@ -34,7 +34,7 @@ from psworker.session.batch_trial import (
     TrialResult,
 )
 from psworker.supervision.plan import WORKER
-from psworker.supervision.processes import ManagedProcess
+from psworker.supervision.processes import ManagedProcess, Process
 from psworker.supervision.script import TRACEBACK_FILE, Script
 
 NOT_FOR_TRIALS = ("PS_PS", "PS_SERVERS", "PS_METRICS_BIND")
@@ -181,7 +181,7 @@ def run_script(script: Script, order: TrialOrder, folder: Path) -> Trial:
     codes: list[int] = []
     has_ended = threading.Event()
 
-    def on_exit(_: ManagedProcess, code: int) -> None:
+    def on_exit(_: Process, code: int) -> None:
         codes.append(code)
         has_ended.set()
 

@@ -1,10 +1,12 @@
-"""ps-run: a whole cluster on this machine in one command."""
+"""ps-run: a cluster on this machine, or on the nodes of Ray, in one command."""
 
+import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.exit_codes import ExitCode
 from pscommon.core.limits import ALLREDUCE, check_allreduce, check_policy
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.security.certificates import init_tls
 from pscommon.security.credentials import read_credentials, use_credentials
 from pscommon.security.settings import check_exposure, security_settings
 from pscommon.security.tokens import new_tokens, write_tokens
@@ -33,6 +36,7 @@ from psworker.run.folders import log_folder, make_folder, remove_folder
 from psworker.run.job_poller import Connect, JobObserver
 from psworker.run.launcher import Launcher, RunEnd, Workers
 from psworker.run.output import Output, outputs
+from psworker.run.ray_engine import CREDENTIALS, RayCluster, import_ray
 from psworker.session.arguments import is_on
 from psworker.session.resume_notice import nothing_left
 from psworker.supervision import plan
@@ -46,7 +50,7 @@ COMMAND = options.command(
     "ps-run",
     arguments=(MODULE, SCRIPT, ARGS),
     context_settings=FLAGS_BEFORE_SCRIPT,
-    help="Run a training script with servers and workers on this machine.",
+    help="Run a training script with servers and workers on this machine, or on Ray.",
     epilog="""\b
 Examples:
   ps-run --servers 2 --workers 2 train.py --epochs 3
@@ -91,10 +95,7 @@ def start(
     with outputs(sys.stdout, sys.stderr) as (out, err):
         try:
             chosen = frozenset(given(ctx))
-            if settings["token_file"] is None and settings["policy"] != ALLREDUCE:
-                token_file, chosen = folder / "tokens", chosen | {"token_file"}
-                write_tokens(token_file, new_tokens(), {})
-                settings["token_file"] = token_file
+            chosen |= protect(settings, folder)
             use_credentials(read_credentials(security_settings(settings)))
             cluster = plan.RunPlan(
                 script,
@@ -108,13 +109,40 @@ def start(
                 dict(os.environ),
                 has_terminal(),
             )
-            with closing(open_display(out, err)) as display:
-                logs = log_folder(settings, folder)
-                end = launch(cluster, logs, connect, display, workers)
+            logs_folder = log_folder(settings, folder)
+            on_ray = settings["on"] == "ray"
+            with (
+                closing(RayCluster(cluster)) if on_ray else nullcontext() as ray,
+                closing(open_display(out, err)) as display,
+                redirect_stdout(io.StringIO()) if on_ray else nullcontext(),  # Ray prints there
+            ):
+                end = launch(cluster, logs_folder, connect, display, workers, ray)
             keep_logs = end.outcome.status == "failed" and settings["log_dir"] is None
         finally:
             remove_folder(folder, keep_logs)
         return conclude(end, settings, out, err)
+
+
+def protect(settings: dict[str, Any], folder: Path) -> set[str]:
+    """Make the tokens of the run in its folder; for other machines also certificates.
+
+    Returns:
+        The keys of the settings that it has set.
+    """
+    made: dict[str, Path] = {}
+    if settings["token_file"] is None and settings["policy"] != ALLREDUCE:
+        made["token_file"] = folder / "tokens"
+        write_tokens(made["token_file"], new_tokens(), {})
+    if settings["on"] == "ray":
+        if settings["tls_ca"] is None and not settings["insecure"]:
+            init_tls(folder)
+            names = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem"}
+            made.update({key: folder / name for key, name in names.items()})
+        for key in CREDENTIALS:  # nodes get the files of the folder
+            if key not in made and settings[key] is not None:
+                made[key] = Path(shutil.copy(settings[key], folder / key))
+    settings.update(made)
+    return set(made)
 
 
 def has_terminal() -> bool:
@@ -142,6 +170,8 @@ def check(settings: dict[str, Any], script: Script | None) -> None:
         check_allreduce(**settings)
     else:
         check_policy(settings["policy"], settings["staleness"])
+    if settings["on"] == "ray":
+        import_ray()
     if settings["min_workers"] > settings["workers"]:
         raise InvalidRequestError(
             f"`--min-workers {settings['min_workers']}` is more than `--workers "
@@ -191,6 +221,7 @@ def launch(
     connect: Connect,
     display: Display,
     workers: Workers | None,
+    ray: RayCluster | None,
 ) -> RunEnd:
     """Run the cluster with signal handlers installed; log files go to `folder`."""
     # the servers' own logs are shown; ps-run itself logs only problems
@@ -199,7 +230,7 @@ def launch(
     for warning in unread(cluster.environ):
         display.show_message(warning)
     announce(display, cluster)
-    run = Launcher(cluster, folder, connect, display, workers)
+    run = Launcher(cluster, folder, connect, display, workers, ray)
     with signals_to(run):
         return run.run()
 
@@ -216,6 +247,8 @@ def announce(display: Display, cluster: plan.RunPlan) -> None:
     servers, workers, on = (
         f"{number} {word}{'s' * (number != 1)}" for word, number in numbers.items()
     )
+    if cluster.settings["on"] == "ray":
+        on = "Ray"
     display.show_message(f"{servers}, {workers} on {on}; {threads}")
 
 

@@ -1,7 +1,6 @@
 """Launcher of ps-run: executes the actions of the supervisor with processes and a display."""
 
 import queue
-import socket
 import subprocess
 import threading
 import time
@@ -18,6 +17,7 @@ from pscommon.telemetry.logs import get_logger
 from psworker.run import summary as report
 from psworker.run.display import Display
 from psworker.run.job_poller import Connect, JobPoller, JobResult, Status
+from psworker.run.ray_engine import RayCluster
 from psworker.supervision.decisions import (
     Action,
     CollectResult,
@@ -31,7 +31,7 @@ from psworker.supervision.decisions import (
     describe,
 )
 from psworker.supervision.plan import HOST, RunPlan, index_of, is_server
-from psworker.supervision.processes import ManagedProcess, PreloadedServer
+from psworker.supervision.processes import ManagedProcess, PreloadedServer, Process
 from psworker.supervision.supervisor import Supervisor
 
 Event = Callable[[float], list[Action]]
@@ -82,14 +82,17 @@ class Launcher:
         connect: Connect,
         display: Display,
         workers: Workers | None = None,
+        ray: RayCluster | None = None,
     ) -> None:
         """Make the launcher.
 
         logs: Folder for one log file per process.
         workers: Processes that become the workers; None: they are started by command.
+        ray: Where processes run, if not on this machine.
         """
         self._plan = plan
         self._workers = workers
+        self._ray = ray
         self._logs = logs
         self._display = display
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -102,12 +105,12 @@ class Launcher:
             grace=plan.settings["grace"],
             allow_idle=plan.settings["allow_idle"],
         )
-        self._processes: dict[str, ManagedProcess] = {}
+        self._processes: dict[str, Process] = {}
         self._addresses: dict[str, str] = {}
         self._preloaded: PreloadedServer | None = None
         self._is_address_shown = self._has_begun_end = False
         self._page = ""  # URL of the live page
-        self._killed_pids: set[int] = set()  # of workers whose script hung
+        self._killed: set[tuple[str, int]] = set()  # workers whose script hung
         self._start_deadline = 0.0  # processes that start need the cores until then
         self._result = JobResult({})
         self._outcome: RunOutcome | None = None
@@ -175,17 +178,26 @@ class Launcher:
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
         self._plan.port_file(name).unlink(missing_ok=True)
-        page = urlsplit(self._page).netloc
-        command = self._plan.command(name, self._addresses, page)
-        environment = self._plan.environment(name, attempt)
+        page, environment = urlsplit(self._page).netloc, self._plan.environment(name, attempt)
+        command = partial(self._plan.command, name, dict(self._addresses), page)
         spawned: Any = self._take_preloaded(name) if attempt else None
         if self._workers is not None and not is_server(name):
-            spawned = self._workers.begin(command, environment)
+            spawned = self._workers.begin(command(), environment)
         seconds = START_SECONDS if spawned is None else PRELOADED_START_SECONDS
         self._start_deadline = max(self._start_deadline, time.monotonic() + seconds)
+        if self._ray is not None:
+            self._processes[name] = self._ray.start(
+                name,
+                command,
+                environment,
+                log,
+                on_line=self._display.line,
+                on_exit=self._handle_exit,
+            )
+            return
         self._processes[name] = ManagedProcess(
             name,
-            command,
+            command(),
             environment,
             log,
             traceback_file=self._plan.traceback_file(name),
@@ -197,7 +209,7 @@ class Launcher:
             spawned=spawned,
         )
 
-    def _handle_exit(self, process: ManagedProcess, code: int) -> None:
+    def _handle_exit(self, process: Process, code: int) -> None:
         if code and process.identity and not is_server(process.name):
             self._poller.report_exit(process.identity, f"its process {describe(code)}")
         name, successor = process.name, ""
@@ -213,6 +225,7 @@ class Launcher:
             and self._preloaded is None
             and self._supervisor.may_restart_servers
             and self._plan.spare
+            and self._ray is None
         ):
             self._preloaded = PreloadedServer(self._plan.spare, self._plan.environment("s0", 0))
 
@@ -250,10 +263,10 @@ class Launcher:
                 open_in_browser(page)
 
     def _find_hung_workers(self) -> None:
-        pids = hung_pids(self._poller.status, socket.gethostname()) - self._killed_pids
+        hung = hung_processes(self._poller.status) - self._killed
         for name, process in self._processes.items():
-            if process.pid in pids and not is_server(name):
-                self._killed_pids.add(process.pid)
+            if (process.host, process.pid) in hung and not is_server(name):
+                self._killed.add((process.host, process.pid))
                 self._events.put(partial(self._supervisor.hung, name))
 
     def _handle_result(self, result: JobResult) -> None:
@@ -312,13 +325,13 @@ def open_in_browser(page: str) -> None:
     threading.Thread(target=try_to_open, name="browser", daemon=True).start()
 
 
-def hung_pids(status: Status, host: str) -> set[int]:
-    """Return the pids of workers on this host that were dropped because their script hung."""
+def hung_processes(status: Status) -> set[tuple[str, int]]:
+    """Return host and pid of workers that were dropped because their script hung."""
     newest = {
-        row["pid"]: row
+        (row["host"], row["pid"]): row
         for row in sorted(status.get("workers", ()), key=lambda row: int(row["worker"]))
     }
-    return {pid for pid, row in newest.items() if row.get("hung") and row["host"] == host}
+    return {process for process, row in newest.items() if row.get("hung")}
 
 
 def read_address(path: Path) -> str:

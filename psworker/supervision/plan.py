@@ -84,19 +84,28 @@ class RunPlan:
             return int(self.settings["threads"])
         if self.environ.get("OMP_NUM_THREADS"):
             return None
+        if self.settings["on"] == "ray":
+            return max(1, int(self.resources(name).get("CPU", 1)))
         processes = self.servers if is_server(name) else self.workers * self.group_size
         return max(1, self.cores // processes)
 
-    def command(self, name: str, addresses: Mapping[str, str], page: str = "") -> list[str]:
+    def resources(self, name: str) -> Mapping[str, float]:
+        """Return what a process needs of a node on Ray."""
+        return {"CPU": 1.0} if is_server(name) else self.settings["worker_resources"]
+
+    def command(
+        self, name: str, addresses: Mapping[str, str], page: str = "", host: str = HOST
+    ) -> list[str]:
         """Return the command line of a process.
 
         Args:
             name: Its name.
             addresses: Those of the bound servers.
             page: Address of the live page, once s0 has one.
+            host: Address of its machine.
         """
         if is_server(name):
-            return [*self.server, *self.server_arguments(name, addresses, page)]
+            return [*self.server, *self.server_arguments(name, addresses, page, host)]
         size = self.group_size
         return [
             *([*GROUP, str(size)] if size > 1 else []),
@@ -113,12 +122,14 @@ class RunPlan:
         ]
 
     def server_arguments(
-        self, name: str, addresses: Mapping[str, str], page: str = ""
+        self, name: str, addresses: Mapping[str, str], page: str = "", host: str = HOST
     ) -> list[str]:
         """Return the arguments of a server, without its command."""
         index = index_of(name)
-        # a restarted server binds its old address
-        bind = addresses.get(name, f"{HOST}:0")
+        # a restarted server binds its old address, unless it has moved
+        bind = addresses.get(name, "")
+        if not bind or host_and_port(bind)[0] != host:
+            bind = f"{host}:0"
         line = ["--shard", f"{index}/{self.servers}", "--bind", bind]
         line += ["--port-file", str(self.port_file(name))]
         if index > 0:

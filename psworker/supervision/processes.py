@@ -8,6 +8,7 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -15,19 +16,55 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
-from typing import Literal
+from typing import Literal, Protocol
 
 from pscommon.system.process_id import process_id
 from psworker.supervision.orphan_guard import spawn
 
 Stream = Literal["stdout", "stderr"]
 OnLine = Callable[[str, Stream, str], None]
-OnExit = Callable[["ManagedProcess", int], None]
+OnExit = Callable[["Process", int], None]
 
 TAIL_LINES = 20
 MAX_LINE_BYTES = 64 << 10
 POLL_SECONDS = 0.1
 DRAIN_SECONDS = 1.0
+
+
+class Process(Protocol):
+    """A process of a run, on this machine or another one.
+
+    Attributes:
+        name: its name.
+        log: its log file, on this machine.
+        tail: last lines of the output.
+        traceback: traceback of the script, as lines.
+        identity: identity of the process (`pscommon.system.process_id`).
+        host: name of its host.
+        pid: its id there; 0 until it has started.
+    """
+
+    name: str
+    log: Path
+    tail: deque[str]
+    traceback: list[str]
+    identity: str
+    host: str
+
+    @property
+    def pid(self) -> int: ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, which ends its children itself."""
+
+    def resume(self) -> None:
+        """Send SIGCONT: a process stopped by SIGSTOP does not handle SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and its children."""
+
+    def join(self) -> None:
+        """Wait until the output is read and on_exit has returned."""
 
 
 class LineSplitter:
@@ -86,16 +123,11 @@ class LogFile:
 
 
 class ManagedProcess:
-    """A process and the thread that reads its output.
+    """A process of this machine and the thread that reads its output; see `Process`.
 
     The thread writes the output to `log`, calls `on_line` for each line, and `on_exit` last. A
     process with `on_prompt` reads stdin of this process. It belongs to another session, so reading
     the terminal does not stop it, and Ctrl-C does not reach it.
-
-    Attributes:
-        tail: last lines of the output.
-        traceback: traceback of the script, as lines.
-        identity: identity of the process (`pscommon.system.process_id`).
     """
 
     def __init__(
@@ -117,6 +149,7 @@ class ManagedProcess:
         """
         self.name = name
         self.log = log
+        self.host = socket.gethostname()
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.traceback: list[str] = []
         self._traceback_file = traceback_file
@@ -140,25 +173,21 @@ class ManagedProcess:
         return self._process.pid
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process, which ends its children itself."""
         with self._lock:
             if self._process.poll() is None:
                 self._process.terminate()
 
     def resume(self) -> None:
-        """Send SIGCONT: a process stopped by SIGSTOP does not handle SIGTERM."""
         with self._lock:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL to the process and its children."""
         with self._lock:
             if self._process.poll() is None:
                 self._kill_group()
 
     def join(self) -> None:
-        """Wait until the output is read and on_exit has returned."""
         self._thread.join()
 
     def _kill_group(self) -> None:

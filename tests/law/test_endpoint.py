@@ -44,6 +44,8 @@ CLIENTS = {
 }
 SERVERS = {"http.server"}
 ALLOWED = {
+    # it only asks whether a cluster is there
+    "psworker.run.ray_engine": {"socket.create_connection"},
     # the metrics server gets a listening socket and contexts
     "pscommon.telemetry.http": {"self._listening.accept"},
     "pscommon.telemetry.http_connection": {"context.wrap_socket"},

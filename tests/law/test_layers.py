@@ -100,6 +100,7 @@ HOMES = {
     "torchvision": {"psworker.examples.resnet"},
     "transformers": {"psworker.integrations.transformers", "psworker.examples.gpt2"},
     "accelerate": {"psworker.integrations.accelerate"},
+    "ray": {"psworker.run.ray_engine", "psworker.run.ray_node"},
     "lightning": {"psworker.integrations.lightning"},
 }
 OURS = ("pscommon", "psserver", "psworker")

@@ -55,6 +55,8 @@ SAMPLES: dict[str, tuple[str, str]] = {
     "device": ("cuda:1", '"cuda:1"'),
     "servers": ("3", "3"),
     "workers": ("3", "3"),
+    "on": ("ray", '"ray"'),
+    "worker_resources": ("CPU=2,GPU=1", '"CPU=2,GPU=1"'),
     "max_restarts": ("9", "9"),
     "grace": ("2m", '"2m"'),
     "log_dir": ("logs", '"logs"'),

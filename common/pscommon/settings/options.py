@@ -33,6 +33,7 @@ from pscommon.settings.values import (
     FOLDER,
     LISTEN,
     MODULE,
+    RESOURCES,
     SECONDS,
     ValueType,
 )
@@ -201,6 +202,20 @@ RUN_ONLY: tuple[Option, ...] = (
         default=1,
         help="Processes of each worker: ranks that share the worker's part of the data.",
         metavar="RANKS",
+    ),
+    Option(
+        "--on",
+        section=CLUSTER,
+        type=click.Choice(("local", "ray")),
+        default="local",
+        help="Where processes run: on this machine, or on the nodes of a Ray cluster.",
+    ),
+    Option(
+        "--worker-resources",
+        section=CLUSTER,
+        type=RESOURCES,
+        default="CPU=1",
+        help="Ray: resources of each worker.",
     ),
     Option(
         "--max-restarts",

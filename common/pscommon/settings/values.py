@@ -303,6 +303,14 @@ def device(text: str) -> str:
     raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:K")
 
 
+def resources(text: str) -> dict[str, float]:
+    """Parse 'CPU=4,GPU=1'."""
+    found = dict(re.findall(r"(?:^|,)([A-Za-z_]\w*)=([0-9]+(?:\.[0-9]+)?)(?=,|$)", text))
+    if not found or len(found) != text.count(",") + 1:
+        raise ValueError(f"{text!r} is not a list such as CPU=4,GPU=1")
+    return {name: float(number) for name, number in found.items()}
+
+
 # Types of options, by the placeholder in --help and the TOML types that a file may have.
 COUNT = ValueType("INTEGER", count, int)
 COUNT_OR_NONE = ValueType("INTEGER", count_or_none, int)
@@ -313,4 +321,5 @@ SECONDS = ValueType("SECONDS", seconds, int, float)
 LISTEN = ValueType("HOST:PORT", listening)
 ADDRESS = ValueType("HOST:PORT", address)
 MODULE = ValueType("MODULE", module)
+RESOURCES = ValueType("CPU=N,GPU=N", resources)
 TEXT = ValueType("TEXT", utf8)

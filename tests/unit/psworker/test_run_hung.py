@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from psworker.run.launcher import hung_pids
+from psworker.run.launcher import hung_processes
 from psworker.supervision.decisions import (
     KillProcess,
     ShowMessage,
@@ -25,8 +25,8 @@ def test_processes_whose_newest_worker_is_hung_are_found() -> None:
         row(4, 8, False),
     ]
 
-    assert hung_pids({"workers": rows}, "here") == {5}
-    assert hung_pids({}, "here") == set()
+    assert hung_processes({"workers": rows}) == {("here", 5), ("there", 6)}
+    assert hung_processes({}) == set()
 
 
 def started() -> Supervisor:
