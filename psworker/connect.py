@@ -198,6 +198,10 @@ class Connects:
         self._local |= {name} if local else set()
         return name
 
+    def begin_script(self) -> None:
+        """Count from 0 again: an engine runs another script in this process."""
+        self.count = 0
+
     def opened(self, job: "Job") -> "Job":
         """Record the job of a successful connect, and return it."""
         self.count += 1

@@ -21,7 +21,8 @@ Theory of operation:
 - Spark kills all tasks of a barrier stage if one of them fails, and repeats the stage. It then
   begins anew, with new servers, so that each row counts once per epoch. With `data_dir` the servers
   continue from their log instead.
-- No task ends before all have trained: a barrier stage is not repeated after that.
+- Spark does not repeat a barrier stage that is the last stage of its job. So the result goes
+  through a shuffle.
 - The driver makes certificates and tokens for this training, and sends them with the tasks.
 """
 
@@ -41,6 +42,7 @@ from pscommon.core.errors import InvalidRequestError, UnreachableError
 from pscommon.core.limits import check_policy
 from pscommon.security.certificates import init_tls
 from pscommon.security.tokens import init_tokens
+from psworker.connect import connects
 from psworker.data.parquet import Parquet
 from psworker.session.arguments import check_integer
 from psworker.supervision.orphan_guard import spawn
@@ -129,7 +131,8 @@ def train(
         )
         count = servers + workers
         try:
-            rows = context.parallelize(range(count), count).barrier().mapPartitions(stage).collect()
+            tasks = context.parallelize(range(count), count).barrier().mapPartitions(stage)
+            rows = tasks.coalesce(1, shuffle=True).collect()
         except Exception as error:
             _explain(str(error), count)
             raise
@@ -218,7 +221,6 @@ class _Stage:
                 return iter(())
             addresses = [text for text in _gather_twice(context) if text]
             result = self._train(context, addresses, number - self.servers, Path(folder))
-            context.barrier()
         return iter([result] if number == self.servers else ())
 
     def _serve(self, context: "BarrierTaskContext", shard: int, folder: Path) -> None:
@@ -232,7 +234,6 @@ class _Stage:
         code = process.wait()
         if code:
             raise UnreachableError(f"the server of shard {shard} ended with exit code {code}")
-        context.barrier()
 
     def _start(self, shard: int, host: str, join: str, folder: Path) -> "tuple[Process, str]":
         """Start the server as a child process, which ends with this task; return its address."""
@@ -264,6 +265,7 @@ class _Stage:
         }
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
+        connects.begin_script()
         try:
             rows = Parquet(self.uri, self.columns)
             return self.train_fn(rows, *self.args, **self.kwargs)

@@ -39,7 +39,6 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
     "psworker.supervision": of(pscommon="core settings system telemetry", psworker="session"),
     "psworker.local_servers": of(pscommon="core security", psworker="supervision"),
-    "psworker.spark": of(pscommon="core security", psworker="data session supervision"),
     "psworker.steps": of(
         pscommon="core optim parameters system telemetry tracing", psworker="core model session"
     ),
@@ -83,6 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         pscommon="core entry security settings snapshot system telemetry wire",
         psworker="cli client connection ctl supervision session",
     ),
+    "psworker.spark": of(pscommon="core security", psworker="connect data session supervision"),
     "psworker.training_nodes": of(pscommon="core system telemetry", psworker="client job session"),
     "psserver.core.coordinator": of(
         pscommon="core",
