@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from psworker.core.results import PushResult
     from psworker.data.stream_dataset import StreamDataset
     from psworker.job import Job
+    from psworker.run.from_python import launch
     from psworker.training import DistributedTraining
 
     __version__: str
@@ -66,6 +67,7 @@ __all__ = [
     "UnsupportedOptimizerError",
     "WaitTimeoutError",
     "connect",
+    "launch",
 ]
 
 _LAZY = {
@@ -75,6 +77,7 @@ _LAZY = {
     "Lion": "pscommon.optim",
     "PushResult": "psworker.core.results",
     "StreamDataset": "psworker.data.stream_dataset",
+    "launch": "psworker.run.from_python",
 }
 
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import click
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.entry import raise_on_ctrl_c
+from pscommon.environments.detection import report
+from pscommon.environments.place import Place
 from pscommon.security.credentials import read_credentials, use_credentials
 from pscommon.security.settings import (
     TLS_KEYS,
@@ -26,7 +28,7 @@ from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
-from psworker.session.arguments import GROUP_VARIABLE, group_place, is_on
+from psworker.session.arguments import GROUP_VARIABLE, detected_worker, group_place, is_on
 from psworker.supervision.script import Script, run
 
 log = get_logger(__name__)
@@ -54,6 +56,10 @@ Examples:
   PS_LOCAL=1 ps-worker train.py                 plain training without servers, for debugging
   torchrun --nproc-per-node 4 --no-python ps-worker --group --ps host0:50051 train.py
                                                 four processes of this machine as one worker
+
+\b
+Without --ps and --worker-rank the environment of an engine names servers and rank: TF_CONFIG,
+PS_ALL_SERVERS, JOB_COMPLETION_INDEX, Slurm, torchrun; `ps-ctl doctor` shows it.
 
 \b
 Servers on other machines need --tls-ca, --tls-cert, --tls-key and --token-file (in job.toml, for
@@ -90,25 +96,15 @@ def words(command: click.Command, args: Sequence[str] | None) -> list[str]:
     return line
 
 
-def start(ctx: click.Context) -> int:
-    """Prepare this process, run the script and return its exit code."""
+def start(ctx: click.Context, *, function: Callable[[], object] | None = None) -> int:
+    """Prepare this process, run the script, or the function, and return its exit code."""
     settings = ctx.params
-    if is_on("PS_LOCAL"):
-        if settings["ps"]:
-            raise InvalidRequestError(
-                f"PS_LOCAL excludes `--ps {settings['ps']}`: it trains without servers. Try: unset "
-                "one of them"
-            )
-    elif not settings["ps"]:
-        raise InvalidRequestError(
-            "`--ps HOST:PORT` is missing. Try: the address of any server, or PS_LOCAL=1 to train "
-            "without servers"
-        )
+    detected = complete(settings, os.environ)
     security = security_settings(settings)
     if settings["metrics_bind"] is not None:
         check_exposure("--metrics-bind", settings["metrics_bind"], security)
     use_credentials(read_credentials(security))
-    script = Script(settings["script"], settings["module"], tuple(settings["args"]))
+    script = Script(settings["script"], settings["module"], tuple(settings["args"]), function)
     # not worker=: in logs and metrics of the servers that is the worker number
     logs.set_up_worker(
         settings["log_level"],
@@ -116,6 +112,7 @@ def start(ctx: click.Context) -> int:
         rank=settings["worker_rank"],
         job=settings["job"],
     )
+    report(detected)
     if "PS_WORKER_ATTEMPT" not in os.environ:  # ps-run has shown these warnings
         for warning in unread(os.environ):
             log.warning("environment_variable_unknown", problem=warning)
@@ -143,6 +140,37 @@ def start(ctx: click.Context) -> int:
 
         settle()
     return code
+
+
+def complete(settings: dict[str, Any], environ: Mapping[str, str]) -> Place | None:
+    """Fill in what the engine's environment says about this worker, where no setting does.
+
+    Returns:
+        The place that was detected.
+
+    Raises:
+        InvalidRequestError: No servers are named, or the environment is malformed.
+    """
+    if is_on("PS_LOCAL", environ):
+        if settings["ps"]:
+            raise InvalidRequestError(
+                f"PS_LOCAL excludes `--ps {settings['ps']}`: it trains without servers. Try: unset "
+                "one of them"
+            )
+        return None
+    facts = {"addresses": "ps", "index": "worker_rank", "workers": "worker_count"}
+    wanted = [fact for fact, key in facts.items() if settings[key] is None]
+    group = {GROUP_VARIABLE: "1"} if settings["group"] else {}
+    place = detected_worker(wanted, {**environ, **group})
+    for fact in wanted if place is not None else ():
+        found = getattr(place, fact)
+        settings[facts[fact]] = ",".join(found) or None if fact == "addresses" else found
+    if not settings["ps"]:
+        raise InvalidRequestError(
+            "`--ps HOST:PORT` is missing. Try: the address of any server, or PS_LOCAL=1 to train "
+            "without servers"
+        )
+    return place
 
 
 def export(settings: dict[str, Any], environ: MutableMapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pscommon.core.errors import InvalidRequestError, TrainingOver
 from psworker.core.group_place import GroupPlace
-from psworker.session.arguments import group_place, is_on, rank_of
+from psworker.session.arguments import group_place, is_on, use_place
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,9 @@ def connect(
 
     Args:
         servers: "HOST:PORT,..." of any of the servers. Default: PS_SERVERS, which ps-worker and
-            ps-run set.
-        rank: 0, 1, ... among the workers that start together. Default: PS_WORKER_RANK.
+            ps-run set, then those that the engine's environment names, such as TF_CONFIG.
+        rank: 0, 1, ... among the workers that start together. Default: PS_WORKER_RANK, then the
+            rank in the engine's environment.
         device: auto, cpu, cuda or cuda:K. Default: PS_DEVICE, then auto. cuda spreads workers
             over the GPUs of this machine by their rank; a worker without a rank takes the first
             GPU. auto is cuda, or cpu on a machine without a GPU. If `tensor.cuda()` and pinned
@@ -69,7 +70,7 @@ def connect(
             one.
         WaitTimeoutError: Workers are still in another training; the message names them.
     """
-    rank = rank_of(rank, os.environ)
+    rank = use_place(servers, rank, os.environ)
     place = group_place(os.environ)
     on_machine = (rank or 0) * place.size + place.rank if place else rank or 0
     chosen = choose_device(device or os.environ.get("PS_DEVICE") or "auto", on_machine)

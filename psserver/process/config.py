@@ -9,6 +9,8 @@ from pscommon.core.errors import InvalidRequestError
 from pscommon.core.limits import ALLREDUCE, check_allreduce, check_policy
 from pscommon.security.settings import SecuritySettings, check_exposure, security_settings
 from pscommon.settings.values import (
+    FIRST_PORT,
+    LAST_PORT,
     BadGradients,
     Durability,
     Lanes,
@@ -26,8 +28,6 @@ from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import GradientRules, JobRules, WorkerLossMode
 from psserver.core.job.snapshot_schedule import SnapshotInterval
 
-FIRST_PORT = 50051
-LAST_PORT = 65535
 DROP_LOST_WORKERS = OnWorkerLoss()
 NO_SECURITY = SecuritySettings()
 MAX_CONCURRENT_CALLS = 1024

@@ -350,6 +350,11 @@ class ClientFinalizer:
             self._dropped.put(None)
             self._thread.join()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether this process has had a connection."""
+        return self._thread is not None
+
     def _drop(self, connection: Connection) -> None:
         self._watched.discard(connection)
         self._dropped.put(connection)
@@ -361,4 +366,10 @@ class ClientFinalizer:
 
 _finalizer = ClientFinalizer()
 close_after = _finalizer.watch
-atexit.register(_finalizer.end)
+close_all = _finalizer.end
+atexit.register(close_all)
+
+
+def is_used() -> bool:
+    """Return whether this process has been connected to servers: gRPC survives no fork then."""
+    return _finalizer.is_used

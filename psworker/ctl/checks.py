@@ -17,6 +17,8 @@ import click
 import grpc
 
 from pscommon.core.errors import PSError
+from pscommon.environments.detection import FLAGS, find, merged, surroundings
+from pscommon.environments.place import Role
 from pscommon.security.credentials import NONE
 from pscommon.security.settings import SecuritySettings
 from pscommon.security.tls_files import (
@@ -299,6 +301,27 @@ def _problem(error: PSError) -> Finding:
     return Finding("problem", text, remedy)
 
 
+def environment(role: Role) -> Finding:
+    """Show what the engine's environment says about a process of this role, and from what."""
+    try:
+        places = find(surroundings(), role)
+        own = [place for place in places if place.role in (None, role)]
+        merged(own, role, FLAGS[role])
+    except PSError as error:
+        return _problem(error)
+    if len(own) < len(places):
+        names = ", ".join(place.environment for place in places if place not in own)
+        return Finding("ok", f"{names} says that this is no {role}")
+    if not own:
+        return Finding("ok", "no engine detected; the flags say all")
+    texts = [
+        f"{place.environment} ({', '.join(place.variables)})"
+        f"{' wins' if place is own[0] and len(own) > 1 else ''}: {place}"
+        for place in own
+    ]
+    return Finding("ok", ". Then ".join(texts))
+
+
 def all_checks(
     ports: tuple[int, ...], folder: Path, security: SecuritySettings
 ) -> list[tuple[str, Callable[[], Finding]]]:
@@ -316,6 +339,8 @@ def all_checks(
         (str(SHARED_MEMORY), shared_memory),
         *([("certificate", partial(certificate, tls))] if tls is not None else []),
         *([("token file", partial(token_file, tokens))] if tokens is not None else []),
+        ("ps-server here", partial(environment, "server")),
+        ("ps-worker here", partial(environment, "worker")),
         ("loopback gRPC", loopback),
     ]
 

@@ -31,7 +31,7 @@ from psworker.run import summary as report
 from psworker.run.display import Display, LogWriter, open_display
 from psworker.run.folders import log_folder, make_folder, remove_folder
 from psworker.run.job_poller import Connect, JobObserver
-from psworker.run.launcher import Launcher, RunEnd
+from psworker.run.launcher import Launcher, RunEnd, Workers
 from psworker.run.output import Output, outputs
 from psworker.session.arguments import is_on
 from psworker.session.resume_notice import nothing_left
@@ -74,14 +74,17 @@ def start(
     worker: Sequence[str] = plan.WORKER,
     spare: Sequence[str] = plan.SPARE,
     connect: Connect = JobObserver,
+    workers: Workers | None = None,
 ) -> int:
     """Run the cluster and return the exit code.
 
     Tests replace the commands of the processes and the connection to the servers.
+
+    workers: Processes that become the workers, without a command.
     """
     settings = ctx.params
     script = Script(settings["script"], settings["module"], tuple(settings["args"]))
-    check(settings, script)
+    check(settings, script if workers is None else None)
     raise_on_ctrl_c()
     folder = make_folder("ps-run-")
     keep_logs = False
@@ -106,7 +109,8 @@ def start(
                 has_terminal(),
             )
             with closing(open_display(out, err)) as display:
-                end = launch(cluster, log_folder(settings, folder), connect, display)
+                logs = log_folder(settings, folder)
+                end = launch(cluster, logs, connect, display, workers)
             keep_logs = end.outcome.status == "failed" and settings["log_dir"] is None
         finally:
             remove_folder(folder, keep_logs)
@@ -123,8 +127,10 @@ def has_terminal() -> bool:
         return False
 
 
-def check(settings: dict[str, Any], script: Script) -> None:
+def check(settings: dict[str, Any], script: Script | None) -> None:
     """Check settings that would fail in every process, or only after the training.
+
+    script: None if the workers run a function.
 
     Raises:
         InvalidRequestError: a setting is invalid.
@@ -154,7 +160,7 @@ def check(settings: dict[str, Any], script: Script) -> None:
             "PS_LOCAL excludes ps-run: each worker would train alone. Try: unset it, or start the "
             "script with python"
         )
-    if not script.module:
+    if script is not None and not script.module:
         script.spec()
     if settings["optimizers"]:
         check_module("--optimizers", settings["optimizers"])
@@ -179,7 +185,13 @@ def check_output(flag: str, path: Path) -> None:
         )
 
 
-def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Display) -> RunEnd:
+def launch(
+    cluster: plan.RunPlan,
+    folder: Path,
+    connect: Connect,
+    display: Display,
+    workers: Workers | None,
+) -> RunEnd:
     """Run the cluster with signal handlers installed; log files go to `folder`."""
     # the servers' own logs are shown; ps-run itself logs only problems
     level = "debug" if cluster.settings["log_level"] == "debug" else "warning"
@@ -187,7 +199,7 @@ def launch(cluster: plan.RunPlan, folder: Path, connect: Connect, display: Displ
     for warning in unread(cluster.environ):
         display.show_message(warning)
     announce(display, cluster)
-    run = Launcher(cluster, folder, connect, display)
+    run = Launcher(cluster, folder, connect, display, workers)
     with signals_to(run):
         return run.run()
 

@@ -6,10 +6,11 @@ import subprocess
 import threading
 import time
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pscommon.settings.values import host_and_port
@@ -64,12 +65,31 @@ class RunEnd:
     not_saved: str | None = None
 
 
+class Workers(Protocol):
+    """Processes that wait for the arguments of ps-worker."""
+
+    def begin(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
+        """Return a process that became a worker; its interface is that of Popen."""
+
+
 class Launcher:
     """One run. Call run() from the main thread; signal handlers may call interrupt()."""
 
-    def __init__(self, plan: RunPlan, logs: Path, connect: Connect, display: Display) -> None:
-        """Make the launcher. logs: folder for one log file per process."""
+    def __init__(
+        self,
+        plan: RunPlan,
+        logs: Path,
+        connect: Connect,
+        display: Display,
+        workers: Workers | None = None,
+    ) -> None:
+        """Make the launcher.
+
+        logs: Folder for one log file per process.
+        workers: Processes that become the workers; None: they are started by command.
+        """
         self._plan = plan
+        self._workers = workers
         self._logs = logs
         self._display = display
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -155,13 +175,18 @@ class Launcher:
         if attempt == 0:
             log.unlink(missing_ok=True)  # of an earlier run
         self._plan.port_file(name).unlink(missing_ok=True)
-        spawned = self._take_preloaded(name) if attempt else None
+        page = urlsplit(self._page).netloc
+        command = self._plan.command(name, self._addresses, page)
+        environment = self._plan.environment(name, attempt)
+        spawned: Any = self._take_preloaded(name) if attempt else None
+        if self._workers is not None and not is_server(name):
+            spawned = self._workers.begin(command, environment)
         seconds = START_SECONDS if spawned is None else PRELOADED_START_SECONDS
         self._start_deadline = max(self._start_deadline, time.monotonic() + seconds)
         self._processes[name] = ManagedProcess(
             name,
-            self._plan.command(name, self._addresses, urlsplit(self._page).netloc),
-            self._plan.environment(name, attempt),
+            command,
+            environment,
             log,
             traceback_file=self._plan.traceback_file(name),
             on_line=self._display.line,

@@ -6,12 +6,14 @@ All functions raise InvalidRequestError for an invalid value; its text describes
 import operator
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.core.model_spec import is_clip_norm
+from pscommon.environments.detection import detect, report, surroundings
+from pscommon.environments.place import Place
 from pscommon.security.settings import TLS_KEYS, SecuritySettings, security_settings
 from pscommon.settings.values import LANES, Lanes, seconds
 from psworker.core.group_place import GroupPlace
@@ -100,6 +102,49 @@ def group_place(environ: Mapping[str, str]) -> GroupPlace | None:
     if not 0 <= rank < size:
         raise InvalidRequestError(f"RANK={rank} is not valid. Try: 0 to {size - 1}")
     return GroupPlace(rank, size)
+
+
+def detected_worker(wanted: Collection[str], environ: Mapping[str, str]) -> Place | None:
+    """Return this worker's place in the engine's environment; None: there is none.
+
+    Args:
+        wanted: What no flag or variable PS_* says: "addresses" of servers, "index", "workers".
+        environ: The environment of this process.
+
+    Raises:
+        InvalidRequestError: The environment is malformed, or does not fit a worker.
+    """
+    return detect(surroundings()._replace(environ=environ), "worker", wanted) if wanted else None
+
+
+def use_place(servers: object, rank: int | None, environ: MutableMapping[str, str]) -> int | None:
+    """Take from the engine's environment what neither the script nor a variable PS_* names.
+
+    The rank is not put into the environment: Spark and Ray use a process for several tasks.
+
+    Args:
+        servers: The servers that the script names.
+        rank: The rank that the script names; PS_WORKER_RANK is the next choice.
+        environ: The environment of this process; PS_SERVERS is set to the servers.
+
+    Returns:
+        The rank; None: the order of joining decides.
+    """
+    rank = rank_of(rank, environ)
+    if is_on("PS_LOCAL", environ):
+        return rank
+    has_servers = bool(servers or environ.get("PS_SERVERS"))
+    wanted = [] if has_servers else ["addresses"]
+    wanted += ["index"] if rank is None else []
+    place = detected_worker(wanted, environ)
+    if place is None:
+        return rank
+    if place.addresses and not has_servers:
+        environ["PS_SERVERS"] = ",".join(place.addresses)
+    elif rank is not None or place.index is None:
+        return rank
+    report(place)
+    return place.index if rank is None else rank
 
 
 def connect_timeout_of(given: float | None, environment: Mapping[str, str]) -> float:

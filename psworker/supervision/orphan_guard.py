@@ -36,12 +36,17 @@ def main(parent: int, command: list[str], *, watch: bool = sys.platform != "linu
     """Replace this process with the command, or watch it and return its exit code."""
     if watch:
         return watch_child(parent, command)
+    end_with_parent(parent)
+    return os.execvp(command[0], command)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the parent's thread that started it ends (Linux)."""
     import ctypes
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl
-        return 128 + signal.SIGTERM
-    return os.execvp(command[0], command)
+        os._exit(128 + signal.SIGTERM)
 
 
 def watch_child(parent: int, command: list[str]) -> int:

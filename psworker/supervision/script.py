@@ -34,13 +34,15 @@ class Script:
     """Script to run.
 
     Attributes:
-        target: path of a file, or name of a module.
+        target: path of a file, or name of a module or a function.
         module: whether `target` is the name of a module.
+        function: what runs instead of a file or module, in this process as it is.
     """
 
     target: str
     module: bool = False
     args: tuple[str, ...] = ()
+    function: Callable[[], object] | None = None
 
     def spec(self) -> ModuleSpec | None:
         """Return the spec of a module, folder or zip file; None for a plain file.
@@ -98,8 +100,11 @@ def run(script: Script, debug: bool = False) -> int:
 
 def _run(script: Script, debug: bool) -> int:
     try:
-        _put_first(script.folder)
-        _execute(script)
+        if script.function is not None:
+            script.function()
+        else:
+            _put_first(script.folder)
+            _execute(script)
     except drain.Stopping as end:
         log.info("script_ended", reason=str(end))
         return ExitCode.DONE

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.environments import config
 from tests.support.exactly_once import POLICIES, check, run
 from tests.support.forked_job import ForkedJob
+from tests.support.ports import free_port
 from tests.support.programs import Programs, programs_in
 from tests.support.pushes_over_failover import FLAGS, start_in_sync, stop_and_check, wait_for_pushes
 from tests.support.standby_job import StandbyJob
@@ -85,6 +87,15 @@ def test_ps_server_ps_worker_and_ps_ctl_train_together(programs: Programs) -> No
     worker = programs.run("ps-worker", "--ps", address, "--", "train.py")
 
     assert json.loads(found.out)["state"] == "waiting for a model"
+    assert (worker.wait(), server.wait()) == (0, 0), worker.output + server.output
+
+
+def test_a_server_and_a_worker_find_each_other_by_tf_config(programs: Programs) -> None:
+    programs.script(SCRIPT)
+    cluster = {"ps": [f"127.0.0.1:{free_port()}"], "worker": ["127.0.0.1:1"]}
+    server = programs.start("ps-server", "--exit-when-done", TF_CONFIG=config("ps", 0, **cluster))
+    worker = programs.run("ps-worker", "train.py", TF_CONFIG=config("worker", 0, **cluster))
+
     assert (worker.wait(), server.wait()) == (0, 0), worker.output + server.output
 
 

@@ -15,6 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "pscommon.parameters": of(pscommon="core optim system"),
     "pscommon.snapshot": of(pscommon="core optim"),
     "pscommon.telemetry": set(),
+    "pscommon.environments": of(pscommon="core settings telemetry"),
     "pscommon.security": of(pscommon="core system telemetry"),
     "pscommon.tracing": of(pscommon="core"),
     "pscommon.wal": set(),
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.examples": {"psworker"},
     "psworker.model": of(pscommon="core optim system telemetry"),
     "psworker.session": of(
-        pscommon="core security settings telemetry tracing wire", psworker="core"
+        pscommon="core environments security settings telemetry tracing wire", psworker="core"
     ),
     "psworker.data": of(pscommon="core telemetry", psworker="core session"),
     "psworker.supervision": of(pscommon="core settings system telemetry", psworker="session"),
@@ -61,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "psworker.integrations": of(pscommon="core", psworker="data job"),
     "psworker.ctl": {"pscommon"}
     | of(
-        pscommon="core entry security settings snapshot system telemetry tracing wire",
+        pscommon="core entry environments security settings snapshot system telemetry tracing wire",
         psworker="connection core supervision session",
     ),
     "psworker.exchange": of(
@@ -74,12 +75,12 @@ ALLOWED: dict[str, set[str]] = {
     ),
     "psworker.connect": of(pscommon="core system", psworker="client core group job session"),
     "psworker.cli": of(
-        pscommon="core entry optim security settings system telemetry",
+        pscommon="core entry environments optim security settings system telemetry",
         psworker="connect group supervision session",
     ),
     "psworker.run": of(
         pscommon="core entry security settings snapshot system telemetry wire",
-        psworker="cli client ctl supervision session",
+        psworker="cli client connection ctl supervision session",
     ),
     "psworker.training_nodes": of(pscommon="core system telemetry", psworker="client job session"),
     "psserver.core.coordinator": of(
@@ -150,7 +151,7 @@ ALLOWED: dict[str, set[str]] = {
         psserver="coordinator process replication roles server sockets",
     ),
     "psserver.cli": of(
-        pscommon="entry optim security settings system telemetry",
+        pscommon="core entry environments optim security settings system telemetry",
         psserver="app process",
     ),
     "psserver.preload": of(pscommon="core system", psserver="cli"),

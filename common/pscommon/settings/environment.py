@@ -8,6 +8,7 @@ from pscommon.settings import options
 
 OTHERS = frozenset(
     {
+        "PS_ALL_SERVERS",
         "PS_BATCH_TRIAL",
         "PS_CONFIG",
         "PS_LOCAL",

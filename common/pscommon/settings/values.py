@@ -6,7 +6,7 @@ Each parser raises ValueError with a message for the user.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +39,11 @@ MAX_COUNT = 2**31 - 1
 """Upper bound of every count, which is transmitted in 32 bits."""
 
 MAX_VERSION = 2**63 - 1
+
+FIRST_PORT = 50051
+"""Default port of shard 0; that of shard I is the port I above it."""
+
+LAST_PORT = 65535
 
 
 class ValueType(ParamType):
@@ -243,6 +248,15 @@ def _is_ipv6(host: str) -> bool:
     except ValueError:
         return False
     return host.startswith("[") and host.endswith("]")
+
+
+def is_ip_address(host: str) -> bool:
+    """Return whether the host of a checked address is an IP address, not a name."""
+    try:
+        IPv4Address(host)
+    except ValueError:
+        return _is_ipv6(host)
+    return True
 
 
 def host_and_port(where: str) -> tuple[str, int]:

@@ -21,6 +21,7 @@ OTHER_PROGRAMS = frozenset(
         "--build",
         "--no-python",  # torchrun
         "--nproc-per-node",
+        "--het-group",  # srun
         "--volumes",
         "--scale",
         "--logdir",

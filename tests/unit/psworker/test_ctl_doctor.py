@@ -11,6 +11,7 @@ import torch
 from pscommon.wire.endpoint import Endpoint
 from psworker.ctl import checks
 from psworker.ctl.cli import main
+from tests.support.environments import SERVERS, WORKERS, config
 from tests.support.ports import free_port
 
 Output = pytest.CaptureFixture[str]
@@ -77,6 +78,35 @@ def test_the_data_directory_of_the_environment_is_checked(
     main(["doctor", "--port", str(free_port())])
 
     assert f"folder {tmp_path}" in capsys.readouterr().out
+
+
+def findings_of(monkeypatch: pytest.MonkeyPatch, **environ: str) -> list[checks.Finding]:
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    return [checks.environment("server"), checks.environment("worker")]
+
+
+def test_the_environment_of_an_engine_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {found.text for found in findings_of(monkeypatch)} == {
+        "no engine detected; the flags say all"
+    }
+    text = config("worker", 1, ps=SERVERS, worker=WORKERS)
+    server, worker = findings_of(monkeypatch, TF_CONFIG=text, JOB_COMPLETION_INDEX="1")
+
+    assert server == checks.Finding("ok", "TF_CONFIG says that this is no server")
+    assert worker.text == (
+        f"TF_CONFIG (TF_CONFIG) wins: worker 1 of 2; servers {', '.join(SERVERS)}. Then indexed "
+        "Job (JOB_COMPLETION_INDEX): worker 1"
+    )
+
+
+def test_environments_that_contradict_each_other_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = config("worker", 1, ps=SERVERS, worker=WORKERS)
+    _, worker = findings_of(monkeypatch, TF_CONFIG=text, JOB_COMPLETION_INDEX="2")
+
+    assert (worker.state, "--worker-rank" in worker.remedy) == ("problem", True)
 
 
 def test_a_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
