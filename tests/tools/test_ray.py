@@ -40,9 +40,15 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def cpus() -> int:
+    """Return the CPUs of each node."""
+    return CPUS
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, cpus: int) -> Iterator[Nodes]:
     with programs_in(tmp_path) as programs:
-        cluster = programs.start("python", ray_nodes.__file__, CPUS)
+        cluster = programs.start("python", ray_nodes.__file__, cpus)
         yield Nodes(programs, cluster)
         cluster.send(signal.SIGTERM)
         cluster.wait(SECONDS)
@@ -112,6 +118,19 @@ def test_training_continues_when_a_node_is_lost(nodes: Nodes, tmp_path: Path) ->
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "done"
     assert summary["restarts"] >= 1
+
+
+@pytest.mark.parametrize("cpus", [2])
+def test_workers_that_find_no_node_are_not_waited_for(nodes: Nodes, tmp_path: Path) -> None:
+    """The other workers, on the first node, train to the end."""
+    run = nodes.run("--workers", 4, "--summary", "summary.json", *DIGITS, 60)
+    run.wait_for("epoch 3:", seconds=SECONDS)
+    nodes.cluster.send(signal.SIGUSR1)
+    run.wait_for("waiting for a node of Ray with free resources", times=2, seconds=SECONDS)
+
+    assert run.wait(SECONDS) == 0, run.output
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["restarts"]) == ("done", 2)
 
 
 def test_no_cluster_is_found(tmp_path: Path) -> None:
