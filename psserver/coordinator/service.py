@@ -16,7 +16,7 @@ from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.core.commands.job_commands import PolicySettings, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy, WantWorkers
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
@@ -251,6 +251,11 @@ class CoordinatorService:
             check_switch(recorder.coordinator, policy, self.config.in_flight)
         self.executor.do(SetPolicy(PolicySettings(name, staleness, max_staleness, policy.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
+
+    def want_workers(self, workers: int, reason: str) -> None:
+        """Set the number of workers that whatever places workers is to follow."""
+        self.executor.do(WantWorkers(workers, reason))
+        log.info("workers_wanted", workers=workers, reason=reason)
 
     @property
     def wants_weights(self) -> bool:

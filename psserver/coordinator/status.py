@@ -75,6 +75,7 @@ def _describe(
         "seconds": round(now - service.began_at, 3),
         "waiting_for": service.waiting_for,
         "min_workers": coordinator.job.min_workers,
+        "workers_wanted": coordinator.job.workers_wanted,
         "backup_workers": policy.backup,
         **settings(service.config),
         "settings": in_force(service, coordinator),

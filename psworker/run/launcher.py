@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,8 @@ class Launcher:
         self._is_address_shown = self._has_begun_end = False
         self._page = ""  # URL of the live page
         self._killed_pids: set[int] = set()  # of workers whose script hung
+        self._wanted: int | None = None  # workers, as in the newest status
+        self._has_status = False
         self._start_deadline = 0.0  # processes that start need the cores until then
         self._result = JobResult({})
         self._outcome: RunOutcome | None = None
@@ -104,6 +106,7 @@ class Launcher:
             while self._outcome is None:
                 self._read_port_files()
                 self._find_hung_workers()
+                self._follow_wanted()
                 self._show_page()
                 event = self._next_event()
                 self._execute(event(time.monotonic()))
@@ -231,6 +234,21 @@ class Launcher:
                 self._killed_pids.add(process.pid)
                 self._events.put(partial(self._supervisor.hung, name))
 
+    def _follow_wanted(self) -> None:
+        """Report a change of the number of workers that the job wants.
+
+        The first status may have the number of an earlier run; `--workers` wins.
+        """
+        status = self._poller.status
+        if not status or (wanted := status.get("workers_wanted")) == self._wanted:
+            self._has_status = self._has_status or bool(status)
+            return
+        if self._has_status and wanted is not None:
+            processes = {name: process.pid for name, process in self._processes.items()}
+            leaving = find_leaving(status, socket.gethostname(), processes)
+            self._events.put(partial(self._supervisor.wanted, wanted, leaving))
+        self._wanted, self._has_status = wanted, True
+
     def _handle_result(self, result: JobResult) -> None:
         self._result = result
         self._events.put(partial(self._supervisor.collected, result.undone, result.idle))
@@ -294,6 +312,22 @@ def hung_pids(status: Status, host: str) -> set[int]:
         for row in sorted(status.get("workers", ()), key=lambda row: int(row["worker"]))
     }
     return {pid for pid, row in newest.items() if row.get("hung") and row["host"] == host}
+
+
+def find_leaving(status: Status, host: str, processes: Mapping[str, int]) -> set[str]:
+    """Return the workers that the servers have asked to leave.
+
+    A row is that of a process by its pid, and by its rank while it is a member: of a group of
+    processes the launcher knows another pid.
+    """
+    rows = [row for row in status.get("workers", ()) if row.get("draining")]
+    pids = {row["pid"] for row in rows if row["host"] == host}
+    ranks = {row["rank"] for row in rows if row["state"] in ("joined", "active", "idle")}
+    return {
+        name
+        for name, pid in processes.items()
+        if not is_server(name) and (pid in pids or index_of(name) in ranks)
+    }
 
 
 def read_address(path: Path) -> str:
