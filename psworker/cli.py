@@ -28,6 +28,7 @@ from pscommon.system.process_limits import tune_malloc
 from pscommon.telemetry import logs
 from pscommon.telemetry.logs import get_logger
 from psworker.connect import choose_device
+from psworker.session import preemption
 from psworker.session.arguments import GROUP_VARIABLE, detected_worker, group_place, is_on
 from psworker.supervision.script import Script, run
 
@@ -133,6 +134,8 @@ def start(ctx: click.Context, *, function: Callable[[], object] | None = None) -
         from psworker.session import metrics
 
         metrics.serve(settings["metrics_bind"])
+    if settings["preemption_notice"]:
+        preemption.watch(settings["preemption_notice"])
     raise_on_ctrl_c()
     code = run(script, debug=settings["log_level"] == "debug")
     if code and place is not None:

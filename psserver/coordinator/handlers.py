@@ -38,6 +38,13 @@ def drain(service: CoordinatorService, request: pb.DrainRequest) -> pb.DrainResp
     return pb.DrainResponse()
 
 
+def scale_workers(
+    service: CoordinatorService, request: pb.ScaleWorkersRequest
+) -> pb.ScaleWorkersResponse:
+    service.want_workers(request.workers, "ps-ctl scale")
+    return pb.ScaleWorkersResponse()
+
+
 async def restore_snapshot(
     service: CoordinatorService, request: pb.RestoreSnapshotRequest, waiter: Waiter
 ) -> pb.RestoreSnapshotResponse:
@@ -159,6 +166,7 @@ _HANDLERS: dict[rows.AnyRequest, Callable[..., object]] = {
     rows.GET_TRACE: heartbeats.get_trace,
     rows.SAVE_SNAPSHOT: save_snapshot,
     rows.DRAIN: drain,
+    rows.SCALE_WORKERS: scale_workers,
     rows.RESTORE_SNAPSHOT: restore_snapshot,
     rows.SET_POLICY: set_policy,
     rows.RESHARD: reshard,

@@ -16,12 +16,14 @@ from psserver.coordinator.job_start import JobStart
 from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
-from psserver.core.commands.job_commands import PolicySettings, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy, WantWorkers
+from psserver.core.commands.scaling import scale
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.snapshot_schedule import PartReport
+from psserver.core.job.worker_scaling import WorkerScaling
 from psserver.core.servers.shard_directory import ShardDirectory
 from psserver.durability.record_sink import StandbyLink
 from psserver.durability.shard_recovery import ShardStateFactory
@@ -131,7 +133,7 @@ class CoordinatorService:
         )
         self.first_workers = FirstWorkers(config.join_timeout, lambda: self.waiting_for)
         self._worker_monitor = WorkerMonitor(metrics, config.on_worker_loss.seconds)
-        self.worker_exits = WorkerExits()
+        self.worker_exits, self._scaling = WorkerExits(), config.make_scaling()
         self._curves: CurveWriter | None = None
         self._ticker = threading.Thread(target=self._tick_forever, name="ticker", daemon=True)
 
@@ -256,6 +258,17 @@ class CoordinatorService:
         self.executor.do(SetPolicy(PolicySettings(name, staleness, max_staleness, policy.backup)))
         log.info("policy_changed", policy=name, staleness=staleness, max_staleness=max_staleness)
 
+    def want_workers(self, workers: int, reason: str) -> None:
+        """Set the number of workers that whatever places workers is to follow."""
+        self.executor.do(WantWorkers(workers, reason))
+        log.info("workers_wanted", workers=workers, reason=reason)
+
+    def _scale(self, scaling: WorkerScaling) -> None:
+        with self.executor.step(quiet=True) as (recorder, now):
+            decision = scale(recorder, scaling, now)
+        if decision is not None:
+            log.info("workers_wanted", workers=decision.wanted, reason=decision.reason)
+
     @property
     def wants_weights(self) -> bool:
         """Whether a worker waits for weights that only workers in other requests have."""
@@ -321,6 +334,8 @@ class CoordinatorService:
                 coordinator.membership.current() and self.waiting_for
             )
         self._worker_monitor.update(coordinator, found, waits or "", now)
+        if self._scaling is not None and self.stop_reason is None:
+            self._scale(self._scaling)
         self.snapshot_scheduler.advance()
         self.reshard_requests.advance()
         self.tracing.tick()

@@ -75,6 +75,7 @@ def _describe(
         "seconds": round(now - service.began_at, 3),
         "waiting_for": service.waiting_for,
         "min_workers": coordinator.job.min_workers,
+        "workers_wanted": coordinator.job.workers_wanted,
         "backup_workers": policy.backup,
         **settings(service.config),
         "settings": in_force(service, coordinator),
@@ -116,6 +117,7 @@ def settings(config: ServerConfig) -> dict[str, Any]:
     """Return the settings for failures."""
     return {
         "on_worker_loss": str(config.on_worker_loss),
+        "scale_workers": str(config.scale_workers) if config.scale_workers else None,
         "progress_timeout": config.progress_timeout,
         "global_batch": config.global_batch,
         "bad_gradients": config.bad_gradients,

@@ -72,6 +72,7 @@ class WorkerMonitor:
         self._notice.update(coordinator, missing, now)
         membership = coordinator.membership
         self._metrics.set_workers(membership.counts())
+        self._metrics.set_workers_wanted(coordinator.job.workers_wanted)
         self._metrics.backup_workers.set(coordinator.job.policy.backup)
         for departed in (
             self._steps.keys() | self._since.keys() | self._logged_at.keys()

@@ -18,6 +18,7 @@ from pscommon.settings.values import (
     OnWorkerLoss,
     ShardIndex,
     SnapshotEvery,
+    WorkerBounds,
     host_and_port,
 )
 from pscommon.system.process_limits import raise_file_limit, usable_memory
@@ -27,6 +28,7 @@ from pscommon.telemetry.logs import Format
 from psserver.core.job.policy import Policy, policy
 from psserver.core.job.settings import GradientRules, JobRules, WorkerLossMode
 from psserver.core.job.snapshot_schedule import SnapshotInterval
+from psserver.core.job.worker_scaling import WorkerScaling
 
 DROP_LOST_WORKERS = OnWorkerLoss()
 NO_SECURITY = SecuritySettings()
@@ -76,6 +78,8 @@ class ServerConfig:
     """Refuse gradients computed more than this number of versions ago; None: never."""
     min_workers: int = 1
     """Workers required before training starts."""
+    scale_workers: WorkerBounds | None = None
+    """Bounds of automatic scaling; None: off."""
     max_workers: int | None = None
     """Workers that this server serves at a time; None becomes what its files and threads allow."""
     lease: float = 5.0
@@ -239,6 +243,11 @@ class ServerConfig:
         """
         backup = self.backup_workers if name == "sync" or staleness == 0 else 0
         return policy(name, staleness, max_staleness, backup)
+
+    def make_scaling(self) -> WorkerScaling | None:
+        """Return the policy of --scale-workers; None without it."""
+        bounds = self.scale_workers
+        return WorkerScaling(bounds.smallest, bounds.largest) if bounds is not None else None
 
     def rules(self) -> JobRules:
         """Return the coordinator's settings."""

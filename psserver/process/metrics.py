@@ -114,6 +114,13 @@ class ServerMetrics:
         for state in dict.fromkeys((*WORKER_STATES, *counts)):
             self._workers.labels(self._shard, state).set(counts.get(state, 0))
 
+    def set_workers_wanted(self, workers: int | None) -> None:
+        """Set the number of workers that the job wants; without one there is no series, because
+        an autoscaler would take 0 as the number.
+        """
+        if workers is not None:
+            self._wanted.labels(self._shard).set(workers)
+
     def set_worker(self, worker: int | str, clock: int, has_pushed: bool) -> None:
         """Set a worker's clock. The label "other" shows the worker of the last call.
 
@@ -241,6 +248,9 @@ class ServerMetrics:
 
     def _create_membership(self) -> None:
         self._workers = self._gauge("ps_workers", "Workers by state", "state")
+        self._wanted = Gauge(
+            "ps_workers_wanted", "Workers that the job wants", ("shard",), registry=self.registry
+        )
         self.backup_workers = self._gauge(
             "ps_backup_workers", "Workers that a round need not wait for"
         )

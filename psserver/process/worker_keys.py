@@ -13,6 +13,9 @@ from pscommon.core.errors import AuthenticationError, UnreachableError, out_of_t
 JOB_KEY_BYTES = 32
 KEY_NAME_BYTES = 8
 
+MAX_VALID_KEYS = 1024
+"""Presented keys that are remembered; above this number all are forgotten, and computed again."""
+
 RESTARTED = "shard 0 has a new job key since its restart, and has forgotten its earlier workers"
 
 
@@ -74,6 +77,8 @@ class WorkerKeys:
                 f"start the worker again; this process did not join as worker {worker}",
                 "UNAUTHENTICATED",
             )
+        if len(valid) >= MAX_VALID_KEYS:  # most of them belong to workers that have left
+            valid.clear()
         valid[worker] = expected
 
 

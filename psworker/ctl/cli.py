@@ -19,7 +19,7 @@ from psworker.ctl import views
 from psworker.ctl.checks import doctor
 from psworker.ctl.context import CommandContext, pass_settings, shared, with_environment
 from psworker.ctl.credentials import tls, token
-from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, stop
+from psworker.ctl.job_actions import CommandGroup, drain, policy, promote, reshard, scale, stop
 from psworker.ctl.output import Table, show
 from psworker.ctl.snapshot import snapshot
 from psworker.ctl.suggest import suggest
@@ -68,6 +68,7 @@ Examples:
   ps-ctl --ps host0:50051 policy set ssp --staleness 3
   ps-ctl promote host1:50061
   ps-ctl --ps host0:50051 reshard --servers 3
+  ps-ctl --ps host0:50051 scale workers 4
   ps-ctl snapshot verify /data/job
   ps-ctl tls init security
   ps-ctl token init security
@@ -262,6 +263,7 @@ for _command in (
     policy,
     promote,
     reshard,
+    scale,
     snapshot,
     stop,
     suggest,

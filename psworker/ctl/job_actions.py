@@ -1,4 +1,4 @@
-"""Commands of ps-ctl that change a running job: drain, policy, promote, reshard, stop."""
+"""Commands of ps-ctl that change a running job: drain, policy, promote, reshard, scale, stop."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -52,6 +52,33 @@ def drain(settings: CommandContext, worker: int) -> None:
     show_fields(
         settings.output, {"job": servers.described.job, "worker": worker, "state": "draining"}
     )
+
+
+@click.group(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 scale workers 4")
+def scale() -> None:
+    """Change how many workers a running job wants."""
+
+
+@scale.command(
+    "workers",
+    epilog="""\b
+Examples:
+  ps-ctl --ps host0:50051 scale workers 4
+  ps-ctl scale workers 2                        your only job on this machine""",
+)
+@click.argument("count", metavar="WORKERS", type=COUNT)
+@shared
+@pass_settings
+def scale_workers(settings: CommandContext, count: int) -> None:
+    """Set the number of workers that the job wants.
+
+    The servers start no machine. ps-run follows the number: it starts workers, or lets the newest
+    ones leave as after `ps-ctl drain`, so no sample is lost. Elsewhere an autoscaler follows
+    `workers_wanted` of `ps-ctl status --output json`, or the metric ps_workers_wanted.
+    """
+    with settings.servers() as servers:
+        servers.scale_workers(count)
+    show_fields(settings.output, {"job": servers.described.job, "workers_wanted": count})
 
 
 @click.group(epilog="\b\nExample:\n  ps-ctl --ps host0:50051 policy set async")

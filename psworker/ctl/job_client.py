@@ -21,6 +21,7 @@ from pscommon.wire.requests import (
     RESHARD,
     RESTORE_SNAPSHOT,
     SAVE_SNAPSHOT,
+    SCALE_WORKERS,
     SET_POLICY,
     STOP_JOB,
     A,
@@ -96,6 +97,10 @@ class CoordinatorClient:
     def drain(self, worker: int) -> None:
         """Ask a worker to leave at its next step boundary."""
         self._call(DRAIN, pb.DrainRequest(worker=worker))
+
+    def scale_workers(self, workers: int) -> None:
+        """Set the number of workers that the job wants."""
+        self._call(SCALE_WORKERS, pb.ScaleWorkersRequest(workers=workers))
 
     def set_policy(self, name: str, staleness: int | None, max_staleness: int | None) -> None:
         """Set the policy from the next update on."""

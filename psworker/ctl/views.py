@@ -91,6 +91,7 @@ def summary(document: Json) -> list[tuple[str, object]]:
             ),
         ),
         ("workers done", document.get("finished")),
+        ("workers wanted", document.get("workers_wanted")),
         ("snapshots", _snapshots(document)),
         ("snapshot problem", document.get("snapshot_problem")),
         ("page", document.get("page")),

@@ -111,6 +111,8 @@ class Launcher:
         self._is_address_shown = self._has_begun_end = False
         self._page = ""  # URL of the live page
         self._killed: set[tuple[str, int]] = set()  # workers whose script hung
+        self._wanted: int | None = None  # workers, as in the newest status
+        self._has_status = False
         self._start_deadline = 0.0  # processes that start need the cores until then
         self._result = JobResult({})
         self._outcome: RunOutcome | None = None
@@ -127,6 +129,7 @@ class Launcher:
             while self._outcome is None:
                 self._read_port_files()
                 self._find_hung_workers()
+                self._follow_wanted()
                 self._show_page()
                 event = self._next_event()
                 self._execute(event(time.monotonic()))
@@ -269,6 +272,23 @@ class Launcher:
                 self._killed.add((process.host, process.pid))
                 self._events.put(partial(self._supervisor.hung, name))
 
+    def _follow_wanted(self) -> None:
+        """Report a change of the number of workers that the job wants.
+
+        The first status may have the number of an earlier run; `--workers` wins.
+        """
+        status = self._poller.status
+        if not status or (wanted := status.get("workers_wanted")) == self._wanted:
+            self._has_status = self._has_status or bool(status)
+            return
+        if self._has_status and wanted is not None:
+            processes = {
+                name: (process.host, process.pid) for name, process in self._processes.items()
+            }
+            leaving = find_leaving(status, processes)
+            self._events.put(partial(self._supervisor.wanted, wanted, leaving))
+        self._wanted, self._has_status = wanted, True
+
     def _handle_result(self, result: JobResult) -> None:
         self._result = result
         self._events.put(partial(self._supervisor.collected, result.undone, result.idle))
@@ -332,6 +352,22 @@ def hung_processes(status: Status) -> set[tuple[str, int]]:
         for row in sorted(status.get("workers", ()), key=lambda row: int(row["worker"]))
     }
     return {process for process, row in newest.items() if row.get("hung")}
+
+
+def find_leaving(status: Status, processes: Mapping[str, tuple[str, int]]) -> set[str]:
+    """Return the workers that the servers have asked to leave.
+
+    processes: Host and pid by name. A row is that of a process by them, and by its rank while it
+        is a member: of a group of processes the launcher knows another pid.
+    """
+    rows = [row for row in status.get("workers", ()) if row.get("draining")]
+    leaving = {(row["host"], row["pid"]) for row in rows}
+    ranks = {row["rank"] for row in rows if row["state"] in ("joined", "active", "idle")}
+    return {
+        name
+        for name, process in processes.items()
+        if not is_server(name) and (process in leaving or index_of(name) in ranks)
+    }
 
 
 def read_address(path: Path) -> str:

@@ -6,6 +6,7 @@ __all__ = [
     "collectives",
     "drain",
     "metrics",
+    "preemption",
     "reports",
     "resume_notice",
     "session",

@@ -3,8 +3,8 @@
 A pure state machine: events in, actions out.
 
     RUNNING     s0 starts; after it has bound its port, all other servers and all workers start
-    COLLECTING  all workers exited with 0: the result is read from the servers, again after the
-                restart of a server
+    COLLECTING  all workers exited with 0, or while they left: the result is read from the servers,
+                again after the restart of a server
     STOPPING    the job is stopped: the servers exit with 0, and the run is done
     DRAINING    s0 exited with 0 (job stopped, or its standby took over): workers finish
     ENDING      a process failed or a signal came: SIGTERM to the workers, then to the servers;
@@ -17,9 +17,11 @@ Invariants:
   snapshots restore its weights. Every other failure ends the run; the first failed process is
   the culprit.
 - A server that was replaced by its standby is not restarted.
+- The number of workers follows the job (`Supervisor.wanted`): a worker that is too many leaves by
+  SIGTERM, after its step, and its exit is neither a failure nor a reason for a restart.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from enum import Enum, auto
 from functools import wraps
@@ -103,7 +105,7 @@ class Supervisor:
         self.allow_idle = allow_idle
         self.phase = RunPhase.RUNNING
         self.running: set[str] = set()
-        self.finished: set[str] = set()
+        self.leaving: set[str] = set()
         self.unbound: dict[str, float] = {}
         self.attempts: dict[str, int] = {}
         self.asked: set[str] = set()
@@ -163,6 +165,36 @@ class Supervisor:
             yield from self._collect()
 
     @_event
+    def wanted(self, count: int, leaving: Collection[str], now: float) -> Iterator[Action]:
+        """The job wants another number of workers than before.
+
+        Args:
+            count: The number.
+            leaving: Workers that the servers have asked to leave.
+            now: time.
+        """
+        if self.phase is not RunPhase.RUNNING:
+            return
+        present = self.running - self.leaving - set(leaving)
+        staying = [name for name in self.workers if name in present]
+        if surplus := staying[count:]:  # the newest ones
+            yield ShowMessage(f"{count} workers wanted: {', '.join(surplus)} leave")
+            self.leaving.update(surplus)
+            yield from (TerminateProcess(name) for name in surplus)
+        elif missing := count - len(staying):
+            yield ShowMessage(f"{count} workers wanted: starting {missing} more")
+            yield from self._start(self._free_names(missing), now)
+
+    def _free_names(self, count: int) -> list[str]:
+        """Return the first names that no process has; a name that had one gets a new attempt."""
+        known = self.workers + [f"w{len(self.workers) + index}" for index in range(count)]
+        names = [name for name in known if name not in self.running][:count]
+        for name in set(names) & self.attempts.keys():
+            self.attempts[name] += 1
+        self.workers += [name for name in names if name not in self.workers]
+        return names
+
+    @_event
     def exited(self, name: str, code: int, successor: str, now: float) -> Iterator[Action]:
         """A process has ended.
 
@@ -174,6 +206,10 @@ class Supervisor:
         """
         self.running.discard(name)
         self.unbound.pop(name, None)
+        if name in self.leaving and code:
+            yield ShowMessage(f"{name} {describe(code)} while it left")
+            code = 0
+        self.leaving.discard(name)
         if code == ExitCode.NOT_SAVED and name in self.servers:  # otherwise a successful end
             self.is_saved, code = False, 0
         if self.phase is RunPhase.ENDING:
@@ -181,7 +217,7 @@ class Supervisor:
         elif self.phase is RunPhase.DRAINING and code == 0:
             yield from self._drained(now)
         elif code == 0 and name in self.workers:
-            yield from self._worker_done(name, now)
+            yield from self._worker_done(now)
         elif code == 0:
             yield from self._server_done(name, now)
         elif successor and self._needs_servers:
@@ -198,9 +234,8 @@ class Supervisor:
         elif self.running.isdisjoint(self.workers):
             self.deadline = now + self.grace
 
-    def _worker_done(self, name: str, now: float) -> Iterator[Action]:
-        self.finished.add(name)
-        if len(self.finished) == len(self.workers):
+    def _worker_done(self, now: float) -> Iterator[Action]:
+        if self.running.isdisjoint(self.workers):
             self._enter(RunPhase.COLLECTING, now + COLLECT_SECONDS)
             yield from self._collect()
 

@@ -1,17 +1,24 @@
 """Long jobs with many departed workers: the status stays small, and worker numbers never repeat."""
 
+import gc
 import json
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from pscommon.core.data_loop import LoopSpec
 from pscommon.core.limits import WORKERS_PER_GENERATION
 from psproto.v1 import coordinator_pb2 as co
 from psserver.coordinator.service import CoordinatorService
+from psserver.coordinator.status import describe
 from psserver.coordinator.worker_handlers import add_member, leave
+from psserver.core.commands.data_commands import LeaseBatches
 from psserver.core.commands.recorder import MAX_DEPARTED_COUNT
-from psserver.core.commands.worker_commands import Join
+from psserver.core.commands.worker_commands import ForgetDeparted, Join, Lose, Register
 from psserver.waiting import ThreadWaiter, run
 from psworker.ctl.job_client import CoordinatorClient
 from tests.support.cluster import Cluster
@@ -21,6 +28,9 @@ from tests.support.workers import count, counted, counter, snapshots, status, un
 Make = Callable[..., Cluster]
 
 JOINS = 2000
+
+MEMORY_GROWTH_BYTES = 100_000
+"""Allowed for 5000 workers: 20 bytes each, less than any object has."""
 
 
 def service_of(servers: Cluster) -> CoordinatorService:
@@ -61,6 +71,60 @@ def test_the_status_stays_small_after_many_workers(cluster: Make) -> None:
         assert counted(client.pull()) == 2
 
     assert len(json.dumps(found)) < 100_000
+
+
+class Costs(NamedTuple):
+    """What a job costs: bytes of Python objects, of the status and of the state on disk, and the
+    CPU seconds of the joins before it.
+    """
+
+    memory: int
+    status: int
+    state: int
+    seconds: float
+
+
+def come_and_go(service: CoordinatorService, workers: int) -> Costs:
+    """Let workers join, register, take a batch, and leave; every third one is lost."""
+    model, do = service.executor.coordinator.job.model, service.executor.do
+    assert model is not None
+    began = time.thread_time()
+    for number in range(workers):
+        member = run(add_member(service, Join(number % 8, "host", 1, "cpu"), 0.0, ThreadWaiter()))
+        assert member is not None
+        worker = member.worker
+        service.worker_keys.check(worker, service.worker_keys.key_of(worker))
+        assert do(Register(worker, model)) == "ready"
+        assert do(LeaseBatches(worker, LoopSpec(0, 100, 1), 0, 1, False)) is not None
+        if number % 3:
+            leave(service, co.LeaveRequest(worker=worker))
+        else:
+            do(Lose(worker, "a test"))
+    seconds = time.thread_time() - began
+    service.executor.do(ForgetDeparted(MAX_DEPARTED_COUNT))  # a tick does it above a number
+    status, state = describe(service), service.executor.coordinator.complete_state()
+    gc.collect()
+    memory, _ = tracemalloc.get_traced_memory()
+    return Costs(memory, len(json.dumps(status)), len(json.dumps(state)), seconds)
+
+
+@pytest.mark.timing
+def test_5000_joins_and_leaves_change_neither_memory_nor_sizes_nor_speed(cluster: Make) -> None:
+    servers = cluster(1, policy="async", lease=600.0, metrics_bind="127.0.0.1:0")
+    with counter(servers.address) as client:
+        count(client, 1)
+        tracemalloc.start()
+        try:
+            first, *_, last = [come_and_go(service_of(servers), 1000) for _ in range(6)]
+        finally:
+            tracemalloc.stop()
+        count(client, 1)
+        assert counted(client.pull()) == 2
+
+    assert last.memory - first.memory < MEMORY_GROWTH_BYTES
+    assert last.status < 1.05 * first.status
+    assert last.state < 1.05 * first.state
+    assert last.seconds < 1.5 * first.seconds
 
 
 @pytest.mark.parametrize("durability", ["log", "snapshot"])

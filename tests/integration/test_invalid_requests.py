@@ -66,11 +66,8 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
     yield "Register", co.RegisterRequest(worker=worker, model=huge), "OUT_OF_RANGE"
     yield "Register", co.RegisterRequest(worker=worker, model=huge, wait_ms=LARGEST), "OUT_OF_RANGE"
     tensors = [mo.TensorSpec(name="w")] * (MAX_TENSORS + 1)
-    yield (
-        "Register",
-        co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors)),
-        "OUT_OF_RANGE",
-    )
+    many = co.RegisterRequest(worker=worker, model=mo.ModelSpec(tensors=tensors))
+    yield "Register", many, "OUT_OF_RANGE"
     nested = mo.ModelSpec(optimizer_json="[" * 100_000)
     yield "Register", co.RegisterRequest(worker=worker, model=nested), "INVALID_REQUEST"
     yield (
@@ -108,10 +105,11 @@ def requests(worker: int) -> Iterator[tuple[str, Any, str]]:
         co.CollectiveRequest(worker=worker, number=1, kind="barrier", wait_ms=LARGEST),
     ):
         yield "Collective", collective, "OUT_OF_RANGE"
-    yield "SetPolicy", co.SetPolicyRequest(policy="ssp"), "INVALID_REQUEST"
-    yield "SetPolicy", co.SetPolicyRequest(policy=""), "INVALID_REQUEST"
-    yield "Reshard", co.ReshardRequest(shards=100_000_000), "OUT_OF_RANGE"
-    yield "Reshard", co.ReshardRequest(shards=0), "OUT_OF_RANGE"
+    for policy in ("ssp", ""):
+        yield "SetPolicy", co.SetPolicyRequest(policy=policy), "INVALID_REQUEST"
+    for number in (0, 100_000_000):
+        yield "Reshard", co.ReshardRequest(shards=number), "OUT_OF_RANGE"
+        yield "ScaleWorkers", co.ScaleWorkersRequest(workers=number), "OUT_OF_RANGE"
     yield "Drain", co.DrainRequest(worker=2**63 - 1), "INVALID_REQUEST"
     yield "SaveSnapshot", co.SaveSnapshotRequest(wait_ms=LARGEST), "OUT_OF_RANGE"
     yield "RestoreSnapshot", co.RestoreSnapshotRequest(version=2**63 - 1), "NO_SNAPSHOT"

@@ -60,6 +60,8 @@ ALLOWED = {
     "psworker.steps.process_groups": {"socket.create_server"},  # torch's store would listen on all
     # a datagram socket without a datagram finds the address of this host
     "psworker.exchange.reduce_client": {"probe.connect"},
+    # plain HTTP to the metadata server of this machine, without a token of the job
+    "psworker.session.preemption": {"http.client"},
     # it finds out why a connection fails, and needs contexts that no connection may use
     "pscommon.wire.tls_probe": {"context.wrap_socket", "socket.create_connection"},
 }

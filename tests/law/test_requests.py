@@ -106,7 +106,7 @@ def test_the_table_has_one_row_for_each_rpc() -> None:
     ]
 
     assert sorted(rows) == sorted(described)
-    assert len(rows) == 28
+    assert len(rows) == 29
 
 
 def test_a_request_with_a_time_may_wait() -> None:

@@ -88,6 +88,7 @@ def fault_settings(programs: Programs) -> Program:
     """A run with all settings for faults."""
     line = (
         "--workers 2 --min-workers 1 --progress-timeout 66s --on-worker-loss wait:44s "
+        "--scale-workers 1..2 "
         "--backup-workers 1 --bad-gradients skip --max-norm 1e9 "
         "--quarantine-after 5 --data-dir careful --durability log --log-fsync no"
     )
@@ -162,6 +163,7 @@ def test_settings_that_a_worker_observes(
 FAULT_SETTINGS: dict[str, tuple[Any, Any]] = {
     "on_worker_loss": ("wait:44", "shrink"),
     "progress_timeout": (66.0, None),
+    "scale_workers": ("1..2", None),
     "backup_workers": (1, 0),
     "bad_gradients": ("skip", "abort"),
     "max_norm": (1e9, None),

@@ -28,7 +28,7 @@ from psserver.core.commands.data_commands import (
     ReportValues,
     ReturnBatches,
 )
-from psserver.core.commands.job_commands import PolicySettings, SetPolicy
+from psserver.core.commands.job_commands import PolicySettings, SetPolicy, WantWorkers
 from psserver.core.commands.recorder import Recorder
 from psserver.core.commands.worker_commands import DrainWorker, Join, Leave, Register
 from psserver.core.coordinator.machine import CoordinatorMachine
@@ -223,6 +223,9 @@ _COMMANDS: Sequence[Callable[[Numbers, int], Command[Any]]] = (
     lambda numbers, worker: ReturnBatches(worker, list(numbers.batches())),
     lambda numbers, worker: ReportMetrics(worker, _metrics(numbers.rng)),
     lambda numbers, worker: ReportValues(worker, numbers.values()),
+    lambda numbers, worker: WantWorkers(
+        max(1, numbers.draw(co.ScaleWorkersRequest, "workers")), "ps-ctl scale"
+    ),
     lambda numbers, worker: SetPolicy(
         PolicySettings(
             numbers.rng.choice(["sync", "async", "ssp", "all"]),

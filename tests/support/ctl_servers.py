@@ -146,6 +146,7 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
     stopped: list[str] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
     drained: list[int] = field(default_factory=list)
+    scaled: list[int] = field(default_factory=list)
     policies: list[tuple[str, int | None, int | None]] = field(default_factory=list)
     has_traces: bool = True
     on_trace: Callable[[], None] = lambda: None
@@ -218,6 +219,13 @@ class Cluster(CoordinatorServiceServicer, ParameterServerServiceServicer):
         with self._answering(context):
             self.drained.append(request.worker)
             return pb.DrainResponse()
+
+    def ScaleWorkers(
+        self, request: pb.ScaleWorkersRequest, context: grpc.ServicerContext
+    ) -> pb.ScaleWorkersResponse:
+        with self._answering(context):
+            self.scaled.append(request.workers)
+            return pb.ScaleWorkersResponse()
 
     def SetPolicy(
         self, request: pb.SetPolicyRequest, context: grpc.ServicerContext

@@ -38,6 +38,7 @@ def bases(job: str, model: ModelSpec, worker: int, push_nbytes: int) -> Mapping[
         rows.RETURN_BATCHES: co.ReturnBatchesRequest(**own),
         rows.COLLECTIVE: co.CollectiveRequest(number=1, kind="barrier", **own),
         rows.REPORT_METRICS: co.ReportMetricsRequest(values=values, **own),
+        rows.SCALE_WORKERS: co.ScaleWorkersRequest(workers=1),
         rows.RESTORE_SNAPSHOT: co.RestoreSnapshotRequest(version=2**40),
         rows.SET_POLICY: co.SetPolicyRequest(policy="async"),
         rows.RESHARD: co.ReshardRequest(shards=1),

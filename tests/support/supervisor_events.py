@@ -54,6 +54,8 @@ def event(machine: Supervisor, text: str) -> Callable[[float], list[Action]]:
             return partial(machine.exited, name, int(code), "".join(successor))
         case ["signal", number]:
             return partial(machine.signalled, int(number))
+        case ["wanted", count, *leaving]:
+            return partial(machine.wanted, int(count), leaving)
         case ["collected"]:
             return partial(machine.collected, "", "")
         case ["rolled", "back"]:

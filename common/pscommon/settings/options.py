@@ -178,6 +178,13 @@ WORKER_COUNT = Option(
     metavar="WORKERS",
 )
 
+PREEMPTION_NOTICE = Option(
+    "--preemption-notice",
+    section=PLACE,
+    type=ValueType("FILE|http://HOST/PATH", values.preemption_notice),
+    help="File that appears, or metadata address that answers, before this machine is preempted.",
+)
+
 RUN_ONLY: tuple[Option, ...] = (
     Option(
         "--servers",
@@ -281,6 +288,7 @@ WORKER: tuple[Option, ...] = (
     CONNECT_TIMEOUT,
     WORKER_RANK,
     WORKER_COUNT,
+    PREEMPTION_NOTICE,
     GROUP,
     JOB_NAME,
     OPTIMIZERS,

@@ -112,6 +112,12 @@ POLICY = (
         metavar="WORKERS",
     ),
     Option(
+        "--scale-workers",
+        section=JOB,
+        type=ValueType("MIN..MAX", values.worker_bounds),
+        help="Choose the number of workers by the gain of the last one [default: ps-ctl scale].",
+    ),
+    Option(
         "--lease",
         section=JOB,
         type=SECONDS,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from pscommon.core.limits import WORKERS_PER_GENERATION
+
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # not generic in older releases of click
 else:
@@ -126,6 +128,36 @@ def on_worker_loss(text: str) -> OnWorkerLoss:
     if mode == "wait" and _time(remaining) > 0:
         return OnWorkerLoss("wait", _time(remaining))
     raise ValueError(f"{text!r} is not shrink, abort or wait:SECONDS (wait:60, wait:5m)")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBounds:
+    """Smallest and largest number of workers that automatic scaling may choose."""
+
+    smallest: int
+    largest: int
+
+    def __str__(self) -> str:
+        return f"{self.smallest}..{self.largest}"
+
+
+def worker_bounds(text: str) -> WorkerBounds:
+    """Parse '2..8'."""
+    match = re.fullmatch(r"([0-9]{1,5})\.\.([0-9]{1,5})", text)
+    if match and 1 <= int(match[1]) <= int(match[2]) <= WORKERS_PER_GENERATION:
+        return WorkerBounds(int(match[1]), int(match[2]))
+    raise ValueError(
+        f"{text!r} is not MIN..MAX (2..8), with MIN from 1 to MAX and MAX to "
+        f"{WORKERS_PER_GENERATION}"
+    )
+
+
+def preemption_notice(text: str) -> str:
+    """Check the path of a file or the http address of a metadata server."""
+    scheme, separator, place = text.partition("://")
+    if not text or (separator and (scheme != "http" or not place.strip("/"))):
+        raise ValueError(f"{text!r} is neither the path of a file nor http://HOST/PATH")
+    return text
 
 
 def utf8(text: str) -> str:

@@ -94,6 +94,7 @@ RANGES: Mapping[type[Message], Mapping[str, range]] = {
     co.ReportMetricsRequest: {"worker": COUNTER},
     co.SaveSnapshotRequest: {"wait_ms": WAIT},
     co.DrainRequest: {"worker": COUNTER},
+    co.ScaleWorkersRequest: {"workers": range(1, limits.WORKERS_PER_GENERATION + 1)},
     co.RestoreSnapshotRequest: {"version": COUNTER, "wait_ms": WAIT},
     co.SetPolicyRequest: {"staleness": U32, "max_staleness": U32},
     co.ReshardRequest: {"shards": range(1, SHARDS.stop), "wait_ms": WAIT},

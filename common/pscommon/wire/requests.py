@@ -108,6 +108,7 @@ GET_STATUS = Request(co.GetStatusRequest, co.GetStatusResponse, "read", may_repe
 GET_TRACE = Request(co.GetTraceRequest, co.GetTraceResponse, "read")
 SAVE_SNAPSHOT = Request(co.SaveSnapshotRequest, co.SaveSnapshotResponse, "admin", may_wait=True)
 DRAIN = Request(co.DrainRequest, co.DrainResponse, "admin")
+SCALE_WORKERS = Request(co.ScaleWorkersRequest, co.ScaleWorkersResponse, "admin")
 RESTORE_SNAPSHOT = Request(
     co.RestoreSnapshotRequest, co.RestoreSnapshotResponse, "admin", may_wait=True
 )

@@ -1394,6 +1394,31 @@ class DrainResponse(google.protobuf.message.Message):
 global___DrainResponse = DrainResponse
 
 @typing.final
+class ScaleWorkersRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    workers: builtins.int
+    def __init__(
+        self,
+        *,
+        workers: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["workers", b"workers"]) -> None: ...
+
+global___ScaleWorkersRequest = ScaleWorkersRequest
+
+@typing.final
+class ScaleWorkersResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ScaleWorkersResponse = ScaleWorkersResponse
+
+@typing.final
 class RestoreSnapshotRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

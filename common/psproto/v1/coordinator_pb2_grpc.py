@@ -110,6 +110,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
                 response_deserializer=psproto_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.ScaleWorkers = channel.unary_unary(
+                '/psproto.v1.CoordinatorService/ScaleWorkers',
+                request_serializer=psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersRequest.SerializeToString,
+                response_deserializer=psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersResponse.FromString,
+                _registered_method=True)
         self.RestoreSnapshot = channel.unary_unary(
                 '/psproto.v1.CoordinatorService/RestoreSnapshot',
                 request_serializer=psproto_dot_v1_dot_coordinator__pb2.RestoreSnapshotRequest.SerializeToString,
@@ -253,6 +258,13 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScaleWorkers(self, request, context):
+        """Sets the number of workers that the job wants. Whatever places workers follows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RestoreSnapshot(self, request, context):
         """Rolls all shards back to the snapshot of this version. Workers rejoin by themselves.
         """
@@ -369,6 +381,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=psproto_dot_v1_dot_coordinator__pb2.DrainRequest.FromString,
                     response_serializer=psproto_dot_v1_dot_coordinator__pb2.DrainResponse.SerializeToString,
+            ),
+            'ScaleWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleWorkers,
+                    request_deserializer=psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersRequest.FromString,
+                    response_serializer=psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersResponse.SerializeToString,
             ),
             'RestoreSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreSnapshot,
@@ -802,6 +819,33 @@ class CoordinatorService(object):
             '/psproto.v1.CoordinatorService/Drain',
             psproto_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
             psproto_dot_v1_dot_coordinator__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/psproto.v1.CoordinatorService/ScaleWorkers',
+            psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersRequest.SerializeToString,
+            psproto_dot_v1_dot_coordinator__pb2.ScaleWorkersResponse.FromString,
             options,
             channel_credentials,
             insecure,

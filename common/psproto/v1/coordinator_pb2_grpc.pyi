@@ -122,6 +122,12 @@ class CoordinatorServiceStub:
     ]
     """Asks a worker to leave after its current step. The other workers continue."""
 
+    ScaleWorkers: grpc.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ScaleWorkersRequest,
+        psproto.v1.coordinator_pb2.ScaleWorkersResponse,
+    ]
+    """Sets the number of workers that the job wants. Whatever places workers follows it."""
+
     RestoreSnapshot: grpc.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
         psproto.v1.coordinator_pb2.RestoreSnapshotResponse,
@@ -261,6 +267,12 @@ class CoordinatorServiceAsyncStub:
         psproto.v1.coordinator_pb2.DrainResponse,
     ]
     """Asks a worker to leave after its current step. The other workers continue."""
+
+    ScaleWorkers: grpc.aio.UnaryUnaryMultiCallable[
+        psproto.v1.coordinator_pb2.ScaleWorkersRequest,
+        psproto.v1.coordinator_pb2.ScaleWorkersResponse,
+    ]
+    """Sets the number of workers that the job wants. Whatever places workers follows it."""
 
     RestoreSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         psproto.v1.coordinator_pb2.RestoreSnapshotRequest,
@@ -431,6 +443,14 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[psproto.v1.coordinator_pb2.DrainResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.DrainResponse]]:
         """Asks a worker to leave after its current step. The other workers continue."""
+
+    @abc.abstractmethod
+    def ScaleWorkers(
+        self,
+        request: psproto.v1.coordinator_pb2.ScaleWorkersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[psproto.v1.coordinator_pb2.ScaleWorkersResponse, collections.abc.Awaitable[psproto.v1.coordinator_pb2.ScaleWorkersResponse]]:
+        """Sets the number of workers that the job wants. Whatever places workers follows it."""
 
     @abc.abstractmethod
     def RestoreSnapshot(

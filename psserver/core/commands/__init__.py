@@ -9,6 +9,7 @@ __all__ = [
     "recorded",
     "recorder",
     "request_checks",
+    "scaling",
     "shard_commands",
     "waiting",
     "worker_commands",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from pscommon.core.errors import InvalidRequestError
 from psserver.core.commands.command import Command
 from psserver.core.coordinator.machine import CoordinatorMachine
 from psserver.core.job.policy import policy
@@ -39,6 +40,30 @@ class SetPolicy(Command[None]):
 
     def check(self, coordinator: CoordinatorMachine) -> None:
         policy(*self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class WantWorkers(Command[None]):
+    """Set the number of workers that the job wants; a launcher or an autoscaler follows it.
+
+    Attributes:
+        reason: Why, for the log.
+    """
+
+    wire_name: ClassVar[str] = "want_workers"
+    workers: int
+    reason: str
+
+    def perform(self, coordinator: CoordinatorMachine, now: float) -> None:
+        coordinator.job.workers_wanted = self.workers
+
+    def check(self, coordinator: CoordinatorMachine) -> None:
+        job = coordinator.job
+        if not job.started and self.workers < job.min_workers:
+            raise InvalidRequestError(
+                f"{self.workers} workers refused: training starts with {job.min_workers} "
+                "(`--min-workers`). Try: again once it has started"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ COMMANDS: Sequence[type[Command[Any]]] = (
     shard_commands.RecordLoadedShard,
     shard_commands.FinishReshard,
     job_commands.SetPolicy,
+    job_commands.WantWorkers,
     job_commands.UseRules,
     job_commands.Advance,
     job_commands.StartCut,

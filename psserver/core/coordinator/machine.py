@@ -147,18 +147,21 @@ class CoordinatorMachine:
             state: The coordinator's state in the snapshot.
             model: The model.
             now: The time.
-            before: The coordinator before a rollback: its policy stays, and no more workers than
-                its own are expected. None: the job was not running; the snapshot's policy stays
-                unless the settings name another one than then.
+            before: The coordinator before a rollback: its policy and the number of workers that it
+                wants stay, and no more workers than its own are expected. None: the job was not
+                running; the snapshot's policy stays unless the settings name another one than
+                then.
         """
         job = self.job
         job.load_numbers(state, model)
         job.is_resumed = True
         expected = before.job.expected_workers if before is not None else job.min_workers
         # where all workers had left, as at the end of a run, a new run begins
+        if not state["registered"]:
+            job.workers_wanted = None
         job.min_workers = max(1, min(job.min_workers, state["registered"] or expected, expected))
         if before is not None:
-            job.policy = before.job.policy
+            job.policy, job.workers_wanted = before.job.policy, before.job.workers_wanted
         elif JobRules.from_json(state["rules"]).policy == job.rules.policy:
             job.policy = policy(*state["policy"])
         self.reported.recover(state)
@@ -203,7 +206,8 @@ class CoordinatorMachine:
         """Continue in a new process after a replay. Leases begin now; a snapshot is abandoned.
 
         The log may lack its newest commands, and with them workers that joined: their numbers
-        are not given again. If all workers had left, the next ones wait for --min-workers.
+        are not given again. If all workers had left, a new run begins: it waits for --min-workers
+        and has no wanted number of workers.
 
         Args:
             now: The time.
@@ -215,7 +219,8 @@ class CoordinatorMachine:
         if resumes:
             job.is_resumed = job.begun
             self.ledger.resumes()
-        job.started = job.started and not self.membership.have_all_left
+        if self.membership.have_all_left:
+            job.started, job.workers_wanted = False, None
         self.cuts.abandon()
         self.cuts.started(job.version, now)
         self.resharding.continue_after_restart(now)

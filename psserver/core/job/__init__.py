@@ -12,4 +12,5 @@ __all__ = [
     "settings",
     "snapshot_schedule",
     "trainings",
+    "worker_scaling",
 ]

@@ -42,6 +42,7 @@ class JobState:
             --max-norm the greatest one of a push. It is not saved.
         begun: Whether every shard has weights.
         started: Whether --min-workers workers have registered once.
+        workers_wanted: Number of workers that it wants; None: as many as come.
         failure: Why the job has to end.
         model: The model; None before a worker registers one.
         seed: The seed that the first worker gave which registered, unsigned 64 bits.
@@ -81,6 +82,7 @@ class JobState:
         self.is_reshard_saved = False
         self.model: ModelSpec | None = None
         self.uploading_worker: int | None = None
+        self.workers_wanted: int | None = None
         self.failure: PSError | None = None
         self.begun = self.started = self.is_resumed = False
         self.version = self.samples = self.seed = 0
@@ -215,6 +217,7 @@ class JobState:
             "rules": self.rules.as_json(),
             "started": self.started,
             "min_workers": self.min_workers,
+            **({"workers_wanted": self.workers_wanted} if self.workers_wanted else {}),
             "cutting": self.cuts.busy,
             "last_cut": self.cuts.last_version,
             "resumed": self.is_resumed,
@@ -239,6 +242,7 @@ class JobState:
         self.reduction.uploaded = self.version
         self.seed = state.get("seed", 0)
         self.updates = dict(state.get("updates", {}))
+        self.workers_wanted = state.get("workers_wanted")
         self.counts = dict(state["counts"])
         self.trainings = Trainings.from_json(state)
         self.log.start(state["index"])

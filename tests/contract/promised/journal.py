@@ -92,6 +92,7 @@ COMMANDS: list[dict[str, Any]] = [
     next_batches(1, STREAM),
     {**next_batches(1, {**LOOP, "size": 6}), "first_open": None, "place": PLACE},
     {"do": "set_policy", "row": ["sync", None, None, 0]},
+    {"do": "want_workers", "workers": 3, "reason": "ps-ctl scale"},
     {"do": "drain", "worker": 2},
     {"do": "missing", "worker": 2},
     {"do": "back", "worker": 2},

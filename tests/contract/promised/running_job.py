@@ -55,6 +55,7 @@ def _trained(first: Server, data_dir: Path, lock: Path) -> JobNames:
         client.report(loss=0.5)
         assert client.push_pull(ONES).status == "applied"
         begun = _segment_keys(data_dir / "log-job", found.STATE_MAPS)
+        first.service.want_workers(2, "a test")
         first.service.snapshot_scheduler.save(20.0)
         until(lambda: first.service and describe(first.service)["candidates"], "a candidate")
         until(lambda: _families_without_series(first) == set(), "a sample of each metric")

@@ -13,7 +13,7 @@ from pscommon.core.errors import (
     UnreachableError,
 )
 from psserver.process.job_files import stored_job_key
-from psserver.process.worker_keys import JOB_KEY_BYTES, WorkerKeys
+from psserver.process.worker_keys import JOB_KEY_BYTES, MAX_VALID_KEYS, WorkerKeys
 
 JOB_KEY, OTHER = bytes(range(JOB_KEY_BYTES)), bytes(JOB_KEY_BYTES)
 
@@ -96,3 +96,16 @@ def test_a_damaged_job_key_is_refused_with_a_remedy(tmp_path: Path) -> None:
 
 def test_a_job_continues_if_the_disk_refuses_the_job_key(tmp_path: Path) -> None:
     assert stored_job_key(tmp_path / "missing", JOB_KEY) == JOB_KEY
+
+
+def test_presented_keys_take_bounded_memory() -> None:
+    """A worker whose key was forgotten is checked again."""
+    keys = WorkerKeys(0)
+    for worker in range(1, 2 * MAX_VALID_KEYS):
+        keys.check(worker, keys.key_of(worker))
+
+    assert len(keys._valid) <= MAX_VALID_KEYS
+    assert keys.is_valid(2 * MAX_VALID_KEYS - 1, keys.key_of(2 * MAX_VALID_KEYS - 1))
+    assert not keys.is_valid(1, keys.key_of(1))
+    keys.check(1, keys.key_of(1))
+    assert keys.is_valid(1, keys.key_of(1))

@@ -57,6 +57,22 @@ def test_drain_of_an_unknown_worker_lists_the_workers(cluster: Cluster, capsys: 
     )
 
 
+def test_scale_sets_the_number_of_workers(cluster: Cluster, capsys: Output) -> None:
+    assert json_output(cluster, capsys, "scale", "workers", "4") == {
+        "job": "job-7",
+        "workers_wanted": 4,
+    }
+    assert cluster.scaled == [4]
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
+def test_scale_refuses_what_is_no_number_of_workers(
+    cluster: Cluster, capsys: Output, number: str
+) -> None:
+    assert main(["--ps", cluster.address, "scale", "workers", number]) == 2
+    assert cluster.scaled == []
+
+
 @pytest.mark.parametrize(
     ("args", "asked"),
     [

@@ -78,6 +78,7 @@ SERVER_VALUES = {
     "max_staleness": "7",
     "min_workers": "1",
     "on_worker_loss": "wait:2.5",
+    "scale_workers": "2..8",
     "backup_workers": "1",
     "global_batch": "64",
     "bad_gradients": "clip",
