@@ -19,7 +19,7 @@ Theory of operation:
 - One barrier stage has a task for each server and each worker. A server is a child process of its
   task. The tasks tell each other the servers' addresses by allGather.
 - Spark kills all tasks of a barrier stage if one of them fails, and repeats the stage. It then
-  begins anew, with new servers, so that each row counts once per epoch. With `data_dir` the servers
+  begins again with new servers, so that each row counts once per epoch. With `data_dir` the servers
   continue from their log instead.
 - Spark does not repeat a barrier stage that is the last stage of its job. So the result goes
   through a shuffle.
