@@ -17,7 +17,14 @@ from pscommon.security.credentials import Credentials, use_credentials
 from pscommon.security.tokens import ROLES, Role, TokenFile, includes
 from pscommon.wire.blocking_socket import BlockingSocket
 from pscommon.wire.endpoint import Endpoint, open_channel
-from pscommon.wire.requests import COLLECTIVE, REQUESTS, RESHARD, TOKEN_KEY, AnyRequest
+from pscommon.wire.requests import (
+    COLLECTIVE,
+    REQUESTS,
+    RESHARD,
+    SCALE_WORKERS,
+    TOKEN_KEY,
+    AnyRequest,
+)
 from pscommon.wire.status import translated
 from psproto.v1 import coordinator_pb2 as co
 from psproto.v1 import stream_pb2
@@ -39,6 +46,7 @@ PRESENTED: dict[str, Role | None] = {
 SMALLEST = {
     COLLECTIVE: co.CollectiveRequest(number=1).SerializeToString(),
     RESHARD: co.ReshardRequest(shards=1).SerializeToString(),
+    SCALE_WORKERS: co.ScaleWorkersRequest(workers=1).SerializeToString(),
 }
 """Requests that are out of range without a number; all others may be empty."""
 

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from pscommon.core.limits import WORKERS_PER_GENERATION
-
 if TYPE_CHECKING:
     ParamType = click.ParamType[Any]  # not generic in older releases of click
 else:
@@ -143,6 +141,8 @@ class WorkerBounds:
 
 def worker_bounds(text: str) -> WorkerBounds:
     """Parse '2..8'."""
+    from pscommon.core.limits import WORKERS_PER_GENERATION  # imports numpy
+
     match = re.fullmatch(r"([0-9]{1,5})\.\.([0-9]{1,5})", text)
     if match and 1 <= int(match[1]) <= int(match[2]) <= WORKERS_PER_GENERATION:
         return WorkerBounds(int(match[1]), int(match[2]))
@@ -335,12 +335,19 @@ def device(text: str) -> str:
     raise ValueError(f"{text!r} is not auto, cpu, cuda or cuda:K")
 
 
-def resources(text: str) -> dict[str, float]:
+class Resources(dict[str, float]):
+    """Amounts by name, as Ray counts them."""
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={amount:g}" for name, amount in self.items())
+
+
+def resources(text: str) -> Resources:
     """Parse 'CPU=4,GPU=1'."""
     found = dict(re.findall(r"(?:^|,)([A-Za-z_]\w*)=([0-9]+(?:\.[0-9]+)?)(?=,|$)", text))
     if not found or len(found) != text.count(",") + 1:
         raise ValueError(f"{text!r} is not a list such as CPU=4,GPU=1")
-    return {name: float(number) for name, number in found.items()}
+    return Resources((name, float(number)) for name, number in found.items())
 
 
 # Types of options, by the placeholder in --help and the TOML types that a file may have.

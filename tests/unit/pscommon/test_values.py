@@ -71,6 +71,9 @@ PRINTED: dict[str, list[str]] = {
     "auto|cpu|cuda[:K]": ["auto", "cpu", "cuda", "cuda:1"],
     "HOST:PORT": ["a:1", "[::1]:65535"],
     "HOST:PORT[,...]": ["a:1", "a:1, b:2"],
+    "MIN..MAX": ["2..8", "1..1"],
+    "FILE|http://HOST/PATH": ["notice", "http://metadata/preempted"],
+    "CPU=N,GPU=N": ["CPU=2,GPU=1", "CPU=0.5"],
 }
 
 

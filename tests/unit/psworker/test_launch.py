@@ -13,6 +13,12 @@ def train() -> None:
     pytest.fail("a worker ran in the process of the test")
 
 
+@pytest.fixture(autouse=True)
+def unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests in this process connect to servers; these ones fork nothing."""
+    monkeypatch.setattr(from_python, "is_used", lambda: False)
+
+
 @pytest.mark.parametrize(
     ("settings", "part"),
     [
