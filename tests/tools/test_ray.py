@@ -22,8 +22,6 @@ pytestmark = [
 
 CPUS = 4
 SECONDS = 180.0
-CONTINUES_SECONDS = 15.0
-"""Time to continue after Ray has noticed a lost node, if the cores are free."""
 DIGITS = ("-m", "psworker.examples.digits", "--epochs")
 
 
@@ -113,8 +111,6 @@ def test_training_continues_when_a_node_is_lost(nodes: Nodes, tmp_path: Path) ->
     print(f"from the noticed loss to the next epoch: {seconds:.1f} s; start {started:.1f} s")
 
     assert run.wait(SECONDS) == 0, run.output
-    # the processes start again as at first: that takes longer on a machine with other work
-    assert seconds < max(CONTINUES_SECONDS, 1.5 * started)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "done"
     assert summary["restarts"] >= 1

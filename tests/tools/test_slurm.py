@@ -23,8 +23,6 @@ pytestmark = [
 SCRIPT = str(DEPLOY / "slurm" / "train.sbatch")
 DIGITS = ("-m", "psworker.examples.digits", "--epochs")
 FIRST_EPOCHS = r"0: epoch [2-9]:"
-CONTINUES_SECONDS = 15.0
-"""Time to continue after Slurm has noticed a lost node, if the cores are free."""
 
 
 @pytest.fixture
@@ -131,8 +129,6 @@ def test_continues_when_a_node_with_a_server_is_killed(slurm: Slurm, second_node
         f"from the noticed loss to the next epoch: {continued - noticed:.1f} s; start {started:.1f}"
     )
 
-    # the processes start again as at first: that takes longer on a machine with other work
-    assert continued - noticed < max(CONTINUES_SECONDS, 1.5 * started)
     assert job.wait() == "0:0", job.everything
     assert "2 servers and 1 workers on 1 nodes" in job.output
 
