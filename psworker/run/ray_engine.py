@@ -273,9 +273,13 @@ class RayCluster:
                 worker.give_up()
 
     def _create(self, name: str) -> Any:
+        """Create the actor. Workers beyond the first ones run where Ray has room for them."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needed = dict(self._bundles[name])
+        is_reserved = name in self._bundles
+        needed = dict(
+            self._bundles[name] if is_reserved else self._plan.settings["worker_resources"]
+        )
         return (
             self._ray.remote(NodeProcess)
             .options(
@@ -284,7 +288,9 @@ class RayCluster:
                 resources=needed,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self._group, list(self._bundles).index(name)
-                ),
+                )
+                if is_reserved
+                else "SPREAD",
             )
             .remote()
         )

@@ -86,6 +86,16 @@ def test_the_exit_code_and_the_traceback_of_a_failed_script_are_shown(
     assert "ArithmeticError: seven" in run.err
 
 
+def test_a_further_worker_runs_where_ray_has_room(nodes: Nodes, tmp_path: Path) -> None:
+    """The servers want three workers, and ps-run has reserved places for two."""
+    settings = ("--workers", 2, "--scale-workers", "3..3", "--summary", "summary.json")
+    run = nodes.run(*settings, *DIGITS, 60)
+    run.wait_for("[w2] ", seconds=SECONDS)
+
+    assert run.wait(SECONDS) == 0, run.output
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
 def test_an_interrupted_run_ends_all_processes(nodes: Nodes) -> None:
     run = nodes.run("--workers", 2, *DIGITS, 1000)
     run.wait_for("epoch 1:", seconds=SECONDS)
