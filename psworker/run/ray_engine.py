@@ -273,7 +273,7 @@ class RayCluster:
                 worker.give_up()
 
     def _create(self, name: str) -> Any:
-        """Create the actor. Workers beyond the first ones run where Ray has room for them."""
+        """Create the actor. Workers beyond the first ones run where resources are free."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         is_reserved = name in self._bundles

@@ -86,7 +86,7 @@ def test_the_exit_code_and_the_traceback_of_a_failed_script_are_shown(
     assert "ArithmeticError: seven" in run.err
 
 
-def test_a_further_worker_runs_where_ray_has_room(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_further_worker_runs_where_resources_are_free(nodes: Nodes, tmp_path: Path) -> None:
     """The servers want three workers, and ps-run has reserved places for two."""
     settings = ("--workers", 2, "--scale-workers", "3..3", "--summary", "summary.json")
     run = nodes.run(*settings, *DIGITS, 60)
