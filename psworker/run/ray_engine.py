@@ -201,12 +201,10 @@ class RayCluster:
         self._group = self._reserve()
 
     def _resources(self) -> dict[str, dict[str, float]]:
-        """Return what each process needs."""
-        node = f"node:{self._ray.util.get_node_ip_address()}"
+        """Return what each process needs apart from s0, which takes nothing from Ray."""
         servers = [f"s{index}" for index in range(1, self._plan.servers)]
         workers = [f"w{index}" for index in range(self._plan.workers)]
         return {
-            "s0": {node: 0.001},
             **{name: {"CPU": 1.0} for name in servers},
             **{name: dict(self._plan.settings["worker_resources"]) for name in workers},
         }
@@ -274,23 +272,29 @@ class RayCluster:
 
     def _create(self, name: str) -> Any:
         """Create the actor. Workers beyond the first ones run where resources are free."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        is_reserved = name in self._bundles
-        needed = dict(
-            self._bundles[name] if is_reserved else self._plan.settings["worker_resources"]
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+            PlacementGroupSchedulingStrategy,
         )
+
+        strategy: Any = "SPREAD"
+        needed: dict[str, float] = {}
+        if name == "s0":
+            own = self._ray.get_runtime_context().get_node_id()
+            strategy = NodeAffinitySchedulingStrategy(own, soft=False)
+        elif name in self._bundles:
+            index = list(self._bundles).index(name)
+            strategy = PlacementGroupSchedulingStrategy(self._group, index)
+            needed |= self._bundles[name]
+        else:
+            needed |= self._plan.settings["worker_resources"]
         return (
             self._ray.remote(NodeProcess)
             .options(
                 num_cpus=needed.pop("CPU", 0.0),
                 num_gpus=needed.pop("GPU", 0.0),
                 resources=needed,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._group, list(self._bundles).index(name)
-                )
-                if is_reserved
-                else "SPREAD",
+                scheduling_strategy=strategy,
             )
             .remote()
         )
@@ -322,8 +326,7 @@ def _total(bundles: Any) -> dict[str, float]:
     total: dict[str, float] = {}
     for bundle in bundles:
         for name, number in bundle.items():
-            if not name.startswith("node:"):
-                total[name] = total.get(name, 0.0) + number
+            total[name] = total.get(name, 0.0) + number
     return total
 
 
