@@ -27,6 +27,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 import psworker.spark
 
+pytestmark = pytest.mark.timeout(900)
+
 ROWS, EPOCHS, BATCH = 400, 3, 4
 
 # executors do not find the tests: their functions travel with the tasks
