@@ -158,12 +158,14 @@ class SnapshotManager:
     def newest_part(self) -> int | None:
         """Return the newest version of which the data directory has this shard's part, or None.
 
-        The manifest may be in the directory of shard 0 only.
+        The manifest may be in the directory of shard 0 only. Snapshots that were set aside do not
+        count.
         """
         if self._data_dir is None:
             return None
         parts = self._data_dir.glob(f"snapshots/[0-9]*/shard-{self._shard}-of-*.safetensors")
-        return max((int(part.parent.name) for part in parts), default=None)
+        names = (part.parent.name for part in parts)
+        return max((int(name) for name in names if name.isdecimal()), default=None)
 
     def find_before(self, version: int) -> Manifest | None:
         """Return the newest valid snapshot older than `version`, or None.
