@@ -247,9 +247,8 @@ def test_weights_that_do_not_arrive_are_pulled_during_forward(
     decided = threading.Event()
 
     def breaks(frame: int) -> None:
-        cluster.outgoing.clear()
         assert decided.wait(10)
-        fenced()
+        end_membership(cluster)
 
     with started(cluster, overlap=True) as (job, net, optimizer):
         backward(net, DATA)
@@ -273,7 +272,7 @@ def test_weights_that_do_not_arrive_are_pulled_during_forward(
 def test_an_evaluation_uses_the_current_weights_of_the_job(cluster: FakeCluster) -> None:
     with started(cluster, overlap=True) as (job, net, optimizer):
         backward(net, DATA)
-        cluster.outgoing[0] = lambda frame: (cluster.outgoing.clear(), fenced())[1]
+        cluster.outgoing[0] = lambda frame: end_membership(cluster)
         optimizer.step()
         with torch.no_grad():
             net(DATA)
@@ -284,6 +283,13 @@ def test_an_evaluation_uses_the_current_weights_of_the_job(cluster: FakeCluster)
 
 def fenced() -> None:
     raise FencedError("out, amid all this")
+
+
+def end_membership(cluster: FakeCluster) -> None:
+    """Fence worker 1 while weights travel to it: also a repeated request is refused then."""
+    cluster.outgoing.clear()
+    cluster.fence(1)
+    fenced()
 
 
 def test_a_loop_that_was_rolled_back_requires_a_restart_of_the_script(
