@@ -81,12 +81,20 @@ def _start(
             command, environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
     processes.append(process)
+    port = await_port(process, port_file)
+    if port is None:
+        raise _failure(shard, process, log)
+    return f"127.0.0.1:{port}"
+
+
+def await_port(process: Process, port_file: Path) -> str | None:
+    """Return the port that a server has opened; None if it has ended, or needs too long."""
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise _failure(shard, process, log)
+            return None
         time.sleep(POLL_INTERVAL_SECONDS)
-    return f"127.0.0.1:{port_file.read_text().strip()}"
+    return port_file.read_text().strip()
 
 
 def _failure(shard: int, process: Process, log: Path) -> PSError:

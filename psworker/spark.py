@@ -30,7 +30,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from pscommon.security.certificates import init_tls
 from pscommon.security.tokens import init_tokens
 from psworker.connect import connects
 from psworker.data.parquet import Parquet
+from psworker.local_servers import Process, await_port
 from psworker.session.arguments import check_integer
 from psworker.supervision.orphan_guard import spawn
 
@@ -51,10 +51,6 @@ if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
     from pyspark.sql import DataFrame
 
-Process = subprocess.Popen[bytes]
-
-START_SECONDS = 120.0
-POLL_SECONDS = 0.05
 MIN_SOURCES_PER_WORKER_COUNT = 4
 """Row groups per worker: a worker that is done early takes another one."""
 
@@ -243,14 +239,12 @@ class _Stage:
         command += ["--join", join] if join else []
         environ = os.environ | {name: str(folder / file) for name, file in VARIABLES.items()}
         process = spawn(command, environ, stdin=subprocess.DEVNULL)
-        deadline = time.monotonic() + START_SECONDS
-        while not port_file.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise UnreachableError(
-                    f"the server of shard {shard} did not start; the log of the executor says why"
-                )
-            time.sleep(POLL_SECONDS)
-        return process, f"{host}:{port_file.read_text().strip()}"
+        port = await_port(process, port_file)
+        if port is None:
+            raise UnreachableError(
+                f"the server of shard {shard} did not start; the log of the executor says why"
+            )
+        return process, f"{host}:{port}"
 
     def _train(
         self, context: "BarrierTaskContext", addresses: Sequence[str], rank: int, folder: Path
@@ -260,7 +254,6 @@ class _Stage:
             "PS_SERVERS": ",".join(addresses),
             "PS_WORKER_RANK": str(rank),
             "PS_WORKER_COUNT": str(self.workers),
-            "PS_WORKER_ATTEMPT": "0",
             "PS_DEVICE": self._device(context),
         }
         before = {name: os.environ.get(name) for name in variables}

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from pscommon.system.imports import installed
 from pscommon.telemetry.http import SECONDS, new_registry
-from pscommon.tracing.recorder import ShardRecorder
+from pscommon.tracing.recorder import SpanRecorder
 
 MAX_WORKERS = 256
 """Series of a metric with the label `worker`; further workers share the label "other"."""
@@ -71,7 +71,7 @@ class ServerMetrics:
             value = partial(_share, shares, name)
             gauge.labels(self._shard, name).set_function(value)
 
-    def show_phases(self, recorder: ShardRecorder) -> None:
+    def show_phases(self, recorder: SpanRecorder) -> None:
         """Add the seconds by phase, and the steps whose spans were dropped, at a scrape."""
         self.registry.register(_Phases(self._shard, recorder))
 
@@ -328,7 +328,7 @@ class _ShardInfo(Collector):
 class _Phases(Collector):
     """What a recorder has measured so far."""
 
-    def __init__(self, shard: str, recorder: ShardRecorder) -> None:
+    def __init__(self, shard: str, recorder: SpanRecorder) -> None:
         self._shard, self._recorder = shard, recorder
 
     def collect(self) -> Iterator[CounterMetricFamily]:

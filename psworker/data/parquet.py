@@ -61,10 +61,6 @@ class Parquet:
             )
         self.sources = len(self._groups)
 
-    @property
-    def row_count(self) -> int:
-        return sum(self._rows)
-
     def read(self, source: int, offset: int) -> Iterator[tuple[Any, ...]]:
         """Return the rows of a row group after the first `offset` ones."""
         from pyarrow import parquet

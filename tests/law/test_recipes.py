@@ -19,7 +19,8 @@ from pscommon.core.exit_codes import EXPLANATIONS, ExitCode
 from pscommon.core.limits import POLICIES
 from pscommon.optim import KINDS
 from pscommon.settings import options
-from pscommon.tracing.recorder import ShardRecorder
+from pscommon.tracing.recorder import SpanRecorder
+from pscommon.tracing.spans import SHARD_PHASES
 from pscommon.wire import requests
 from pscommon.wire.metrics_port import show_expiry
 from pscommon.wire.push import parts_from_proto
@@ -163,7 +164,7 @@ def test_add_a_metric() -> None:
     metrics = ServerMetrics(registry, shard=0)
     metrics.show_shard(dict)
     metrics.show_goodput(lambda: {"samples": None})
-    metrics.show_phases(ShardRecorder())
+    metrics.show_phases(SpanRecorder(measured=SHARD_PHASES))
     WorkerMetrics(registry)
     show_expiry(registry, Mock(material=Mock(expires=0.0)))
     families = [*registry.collect(), *standby_metrics(0, int).collect()]

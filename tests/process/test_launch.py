@@ -11,7 +11,7 @@ from tests.support.programs import Program, Programs, programs_in, wait_for_exit
 
 # the process has computed with threads and autograd before: its copies have neither
 BEFORE = """
-import os, signal, time, torch, psworker
+import os, signal, threading, torch, psworker
 
 data = torch.utils.data.TensorDataset(torch.ones(64, 3))
 (torch.randn(600, 600) @ torch.randn(600, 600)).sum()
@@ -45,7 +45,7 @@ def fall(job):
 
 def hang(job):
     print("hangs", flush=True)
-    time.sleep(600)
+    threading.Event().wait()
 """
 WORKERS = ["[w0] worker 0 of 2", "[w1] worker 1 of 2"]
 

@@ -82,7 +82,9 @@ ALLOWED: dict[str, set[str]] = {
         pscommon="core entry security settings snapshot system telemetry wire",
         psworker="cli client connection ctl supervision session",
     ),
-    "psworker.spark": of(pscommon="core security", psworker="connect data session supervision"),
+    "psworker.spark": of(
+        pscommon="core security", psworker="connect data local_servers session supervision"
+    ),
     "psworker.training_nodes": of(pscommon="core system telemetry", psworker="client job session"),
     "psserver.core.coordinator": of(
         pscommon="core",

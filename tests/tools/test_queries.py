@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from pscommon.security.tls import Tls
 from pscommon.telemetry.http import new_registry
-from pscommon.tracing.recorder import ShardRecorder
+from pscommon.tracing.recorder import SpanRecorder
+from pscommon.tracing.spans import SHARD_PHASES
 from pscommon.wire.metrics_port import show_expiry
 from psserver.process.metrics import ServerMetrics, standby_metrics
 from psworker.session.metrics import WorkerMetrics
@@ -43,7 +44,7 @@ def server() -> CollectorRegistry:
     metrics = ServerMetrics(registry, shard=0)
     metrics.show_shard(lambda: {"shards": "2", "job": "otter", "policy": "sync"})
     metrics.show_goodput(lambda: {"samples": 1.0, "seconds": None})
-    metrics.show_phases(ShardRecorder())
+    metrics.show_phases(SpanRecorder(measured=SHARD_PHASES))
     metrics.set_workers({"active": 1})
     metrics.set_worker(1, clock=1, has_pushed=True)
     metrics.record_call("Exchange", "OK", 0.1)

@@ -13,7 +13,7 @@ Theory of operation:
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pscommon.core.limits import MAX_SPAN_BATCH_NBYTES
 from pscommon.tracing.spans import SHARD_PHASES, Span
@@ -34,8 +34,11 @@ class SpanRecorder:
 
     Args:
         clock: The monotonic clock, in seconds.
+        measured: Names of the spans whose seconds are always added up.
 
     Attributes:
+        phase_seconds: Their seconds by name, since the start of the process. Those at the same
+            time count each.
         is_on: Whether spans are recorded.
         dropped_steps: Steps whose spans were dropped, since the start of the process.
         recordings: How often recording has begun.
@@ -43,8 +46,12 @@ class SpanRecorder:
             the push. The worker is 0 before it has registered the model.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, measured: Sequence[str] = ()
+    ) -> None:
         self.clock = clock
+        self.phase_seconds = dict.fromkeys(measured, 0.0)
+        self._lock = threading.Lock()  # guards the seconds
         self.is_on, self.recordings, self.dropped_steps = False, 0, 0
         self.step = (0, 0)
         self._ends_at = 0.0
@@ -54,8 +61,8 @@ class SpanRecorder:
         self._dropped_before: set[tuple[int, int]] = set()
 
     def now(self) -> float:
-        """Return the monotonic time in seconds; 0 if nothing is recorded."""
-        return self.clock() if self.is_on else 0.0
+        """Return the monotonic time in seconds; 0 if nothing is recorded or measured."""
+        return self.clock() if self.is_on or self.phase_seconds else 0.0
 
     def add(
         self,
@@ -66,12 +73,17 @@ class SpanRecorder:
         shard: int = 0,
         ended: float | None = None,
     ) -> None:
-        """Record a span; see `pscommon.tracing.spans`. ended: By default now."""
+        """Measure and record a span; see `pscommon.tracing.spans`. ended: By default now."""
+        seconds = (self.clock() if ended is None else ended) - began
+        if name in self.phase_seconds:
+            with self._lock:
+                self.phase_seconds[name] += seconds
+        if not self.is_on:
+            return
         if self._nbytes > MAX_SPAN_BATCH_NBYTES:
             self._dropped.update(pushes)
             return
         self._nbytes += SPAN_BYTES + PUSH_BYTES * len(pushes)
-        seconds = (self.clock() if ended is None else ended) - began
         thread = threading.current_thread().name
         self._spans.append(Span(name, began, seconds, pushes, version, shard, thread))
 
@@ -121,43 +133,8 @@ class SpanRecorder:
         return list(spans), dropped
 
 
-class ShardRecorder(SpanRecorder):
-    """The spans of a server in this process, and what its phases take in all.
-
-    Attributes:
-        phase_seconds: Seconds by phase since the start of the process. Pushes that are received
-            or answered at the same time count each.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self.phase_seconds = dict.fromkeys(SHARD_PHASES, 0.0)
-        self._lock = threading.Lock()
-
-    def now(self) -> float:
-        """Return the monotonic time in seconds."""
-        return self.clock()
-
-    def add(
-        self,
-        name: str,
-        began: float,
-        pushes: Pushes = (),
-        version: int = 0,
-        shard: int = 0,
-        ended: float | None = None,
-    ) -> None:
-        """Count a phase of the shard; record its span if someone asks for spans."""
-        ended = self.clock() if ended is None else ended
-        if name in self.phase_seconds:
-            with self._lock:
-                self.phase_seconds[name] += ended - began
-        if self.is_on:
-            super().add(name, began, pushes, version, shard, ended)
-
-
 worker_spans = SpanRecorder()
 """The spans of the worker in this process."""
 
-server_spans = ShardRecorder()
+server_spans = SpanRecorder(measured=SHARD_PHASES)
 """The spans of the server in this process."""

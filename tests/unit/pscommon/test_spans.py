@@ -9,10 +9,9 @@ from pscommon.tracing.clock_offset import ClockOffset, OffsetEstimate
 from pscommon.tracing.recorder import (
     RECORDING_SECONDS,
     SPAN_BYTES,
-    ShardRecorder,
     SpanRecorder,
 )
-from pscommon.tracing.spans import Span
+from pscommon.tracing.spans import SHARD_PHASES, Span
 from psproto.v1 import coordinator_pb2 as co
 from tests.support.hand_clock import HandClock
 
@@ -46,7 +45,7 @@ def test_a_span_lasts_until_it_is_added() -> None:
 
 def test_a_shard_measures_its_phases_without_a_request() -> None:
     clock = HandClock()
-    recorder = ShardRecorder(clock)
+    recorder = SpanRecorder(clock, SHARD_PHASES)
     began = recorder.now()
     clock.now += 0.25
 

@@ -69,7 +69,7 @@ def test_events_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
 
 
 def test_the_port_is_reported_while_the_server_runs(tmp_path: Path) -> None:
-    code = "import time; open('/driver/s1.port', 'w').write('4000'); time.sleep(600)"
+    code = "import signal; open('/driver/s1.port', 'w').write('4000'); signal.pause()"
     node = NodeProcess()
     start(node, tmp_path, code, port_file="s1.port")
     until(lambda: ("file", "s1.port", "4000") in node.poll(0), "the port")
