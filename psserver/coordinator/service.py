@@ -17,7 +17,6 @@ from psserver.coordinator.resharding import ReshardRequests
 from psserver.coordinator.shard_connections import ShardConnections
 from psserver.coordinator.snapshot_jobs import SnapshotScheduler
 from psserver.core.commands.job_commands import PolicySettings, SetPolicy, WantWorkers
-from psserver.core.commands.scaling import scale
 from psserver.core.commands.waiting import waiting_for
 from psserver.core.commands.worker_commands import DrainWorker
 from psserver.core.coordinator.admission import check_switch
@@ -265,7 +264,7 @@ class CoordinatorService:
 
     def _scale(self, scaling: WorkerScaling) -> None:
         with self.executor.step(quiet=True) as (recorder, now):
-            decision = scale(recorder, scaling, now)
+            decision = recorder.scale(scaling, now)
         if decision is not None:
             log.info("workers_wanted", workers=decision.wanted, reason=decision.reason)
 

@@ -7,7 +7,6 @@ import pytest
 
 from pscommon.core.errors import InvalidRequestError
 from pscommon.settings.values import WorkerBounds
-from psserver.core.commands.scaling import scale as scale_by
 from psserver.core.job.worker_scaling import Decision, WorkerScaling
 from psworker.ctl.cli import main as ps_ctl
 from psworker.ctl.job_client import CoordinatorClient
@@ -162,7 +161,7 @@ def test_a_straggler_is_asked_to_leave_as_the_number_changes(
         decision = Decision(1, "a test", second.worker)
         monkeypatch.setattr(policy, "observe", lambda seen, now: decision)
         with service.executor.step() as (recorder, now):
-            assert scale_by(recorder, policy, now) == decision
+            assert recorder.scale(policy, now) == decision
         found = status(servers.address)
 
     assert found["workers_wanted"] == 1

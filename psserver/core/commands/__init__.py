@@ -9,7 +9,6 @@ __all__ = [
     "recorded",
     "recorder",
     "request_checks",
-    "scaling",
     "shard_commands",
     "waiting",
     "worker_commands",

@@ -27,12 +27,13 @@ from typing import Protocol, TypeVar
 
 from pscommon.core.errors import PSError
 from psserver.core.commands.command import Command
-from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut
+from psserver.core.commands.job_commands import Advance, ContinueJob, StartCut, WantWorkers
 from psserver.core.commands.recorded import RecordedCommand
 from psserver.core.commands.shard_commands import (
     FinishReshard,
 )
 from psserver.core.commands.worker_commands import (
+    DrainWorker,
     EndAbsence,
     ForgetDeparted,
     KeepPlace,
@@ -40,6 +41,7 @@ from psserver.core.commands.worker_commands import (
     Lose,
 )
 from psserver.core.coordinator.machine import CoordinatorMachine
+from psserver.core.job.worker_scaling import Decision, Observation, WorkerScaling
 from psserver.core.workers.members import Member
 
 Reply = TypeVar("Reply")
@@ -154,6 +156,30 @@ class Recorder:
         if self.coordinator.cuts.age(now) >= RESHARD_SNAPSHOT_RETRY_SECONDS:
             self.end_reshard(now)
         return [member for member, command in late if not isinstance(command, EndAbsence)]
+
+    def scale(self, scaling: WorkerScaling, now: float) -> Decision | None:
+        """Let the policy see the job, carry out its decision, and return it.
+
+        A straggler is asked to leave in the same moment, so that no launcher sees one without the
+        other and lets a second worker go.
+        """
+        job = self.coordinator.job
+        if not job.started or job.failure is not None or job.reshard is not None:
+            return None
+        paces = {
+            member.worker: member.step_timer.median_seconds
+            for member in job.membership.registered()
+            if not member.draining
+        }
+        wanted = job.workers_wanted or len(paces)
+        decision = scaling.observe(
+            Observation(wanted, paces, job.samples, job.counts["applied"]), now
+        )
+        if decision is not None:
+            if decision.straggler is not None:
+                self.do(DrainWorker(decision.straggler), now)
+            self.do(WantWorkers(decision.wanted, decision.reason), now)
+        return decision
 
     def cut(self, now: float) -> None:
         """Start a snapshot of the current version, unless one is being written."""
